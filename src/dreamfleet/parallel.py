@@ -32,7 +32,7 @@ from dreamfleet.fleet.nodes import JoinedNodes
 from dreamfleet.fleet.status import StatusLines, Watcher
 from dreamfleet.fleet.supervisor import FleetError, Say, Supervisor, silent, unless_full
 from dreamfleet.fleet.workers import env_workers, fleet_workers
-from dreamfleet.roles.actor import BEGAN, parallel_actor
+from dreamfleet.roles.actor import parallel_actor
 from dreamfleet.roles.addresses import (
     SERVERS,
     RoleName,
@@ -43,7 +43,7 @@ from dreamfleet.roles.addresses import (
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.env import parallel_env
 from dreamfleet.roles.evaluator import parallel_evaluator
-from dreamfleet.roles.health import health_path
+from dreamfleet.roles.health import STARTED, health_path
 from dreamfleet.roles.hosts import How, joined
 from dreamfleet.roles.invitations import (
     Place,
@@ -309,7 +309,7 @@ def _prepared(args: RunConfig, launcher: Launcher) -> tuple[RunConfig, _Place | 
     in its directory, where others find it. And where machines join, if they may."""
     args.logdir.mkdir(parents=True, exist_ok=True)
     remove_addresses(args.logdir, elsewhere=_elsewhere(args))  # of a run that was killed
-    health_path(args, BEGAN).unlink(missing_ok=True)
+    health_path(args, STARTED).unlink(missing_ok=True)
     fields = {role: f"{role}_addr" for role in SERVERS}
     default = RunConfig.__dataclass_fields__["actor_addr"].default
     changes: dict[str, Any] = {

@@ -20,8 +20,10 @@ from dreamfleet.metrics import JsonlOutput
 from dreamfleet.roles import logger as logging_role
 from dreamfleet.roles import replay as replay_role
 from dreamfleet.roles.learner import RemoteStream
-from dreamfleet.roles.logger import Logger, LoggerClient
-from dreamfleet.roles.replay import ReplayService, limiter_for
+from dreamfleet.roles.logger import Logger
+from dreamfleet.roles.logger_client import LoggerClient
+from dreamfleet.roles.rates import limiter_for
+from dreamfleet.roles.replay import ReplayService
 from dreamfleet.roles.shards import replay_client
 from dreamfleet.transport import Server
 

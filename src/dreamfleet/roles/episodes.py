@@ -19,10 +19,10 @@ from dreamfleet.agents.api import Arrays, Mode, Player
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.metrics.episodes import Episode, EpisodeStats
 from dreamfleet.metrics.evaluations import Played
-from dreamfleet.roles.actor import Carries
 from dreamfleet.roles.checks import ObservationCheck, Owners, require
 from dreamfleet.roles.fences import ids_of
 from dreamfleet.roles.invitations import Invited, hooks_of
+from dreamfleet.roles.policy_batches import Carries
 from dreamfleet.roles.runtime import ActorFailed
 from dreamfleet.spaces import RESET, Space, without_logs
 from dreamfleet.transport import ArgumentError, BatchServer, Closed, Keys

@@ -24,7 +24,7 @@ from dreamfleet.roles.episodes import EpisodeServer, Group, RoundInterrupted, gr
 from dreamfleet.roles.fences import FenceReader
 from dreamfleet.roles.health import Health, health_path, read_health
 from dreamfleet.roles.invitations import invited
-from dreamfleet.roles.logger import LoggerClient
+from dreamfleet.roles.logger_client import LoggerClient
 from dreamfleet.roles.runtime import stop_event
 from dreamfleet.roles.spaces_file import read_spaces
 from dreamfleet.transport import Client, Closed, TransportError

@@ -23,13 +23,13 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.formatting import readable
 from dreamfleet.metrics import Aggregate, Timer, Usage
 from dreamfleet.policy import BLUEPRINT, Blueprint, find_checkpoint
-from dreamfleet.roles.actor import BEGAN, policy_sizes
-from dreamfleet.roles.health import Health, health_path
+from dreamfleet.roles.health import STARTED, Health, health_path
 from dreamfleet.roles.hosts import Hosts
-from dreamfleet.roles.logger import LoggerClient
+from dreamfleet.roles.logger_client import LoggerClient
 from dreamfleet.roles.parameters import ParameterServer
+from dreamfleet.roles.policy_batches import policy_sizes
 from dreamfleet.roles.progress import Progress, hang_up_in_time
-from dreamfleet.roles.replay import LOOK_AHEAD, most_owed
+from dreamfleet.roles.rates import LOOK_AHEAD, most_owed
 from dreamfleet.roles.shards import Homes, Reply, ShardedReplay, replay_client
 from dreamfleet.transport import Client, Closed, Disconnected, TransportError
 
@@ -93,7 +93,7 @@ def parallel_learner(
         with ExitStack() as stack:
             parameters = None
             # Environments of a run that is under way need not wait until training is compiled.
-            early = health_path(args, BEGAN).exists() and hasattr(agent, "compile_policy")
+            early = health_path(args, STARTED).exists() and hasattr(agent, "compile_policy")
             if not early:
                 learner.compile()
             else:

@@ -6,7 +6,6 @@ import logging
 import queue
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from dreamfleet.checkpoint import above, below
 from dreamfleet.clock import LocalClock
-from dreamfleet.config import JOINED, RunConfig
+from dreamfleet.config import RunConfig
 from dreamfleet.metrics import (
     Aggregate,
     Episode,
@@ -33,6 +32,7 @@ from dreamfleet.numbers import NUMBER_WORDS, Numbers, map_words
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
 from dreamfleet.roles.checks import CheckedLogger
 from dreamfleet.roles.health import Health, health_path
+from dreamfleet.roles.logger_client import video_env
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
 from dreamfleet.transport import Client, Future, Server, TransportError
 
@@ -43,15 +43,8 @@ RECENT_EPISODES = 20
 _UNKNOWN = -1
 _INTERLEAVED = "while training, with the newest parameters"
 _MOST_SOURCES = 1 << 10
-_NUMBERED = ("tran", "gone", "add", "evaluated")
 _POLL_SECONDS, _LAST_POLL_SECONDS = 0.5, 1.0
 _PATIENCE = float("inf")  # of clients: a replay may be away for as long as it takes
-
-
-def video_env(args: RunConfig) -> int:
-    """The environment whose episodes are recorded as videos; the actor sends no other's frames. It
-    is the run's first one, or the first one of those that join."""
-    return JOINED if args.bind and args.remote_envs else 0
 
 
 def parallel_logger(make_logger: Factory, args: RunConfig) -> None:
@@ -98,29 +91,6 @@ def bind(server: Server, logger: Logger, args: RunConfig) -> None:
     server.bind("evaluated", checked.evaluated, repeatable=True, roles=("evaluator",))
     everybody_else = ("agent", "replay", "evaluator", "watcher")
     server.bind("status", logger.status, repeatable=True, roles=everybody_else)
-
-
-class LoggerClient(Client):
-    """A client of the logger. It numbers its messages: one whose reply was lost is sent again, and
-    taken once.
-
-    Args:
-        args: The run.
-        name: Shown in errors and logs.
-        maxinflight: Calls without a reply.
-    """
-
-    def __init__(self, args: RunConfig, name: str, maxinflight: int = 16) -> None:
-        super().__init__(find_server(args, "logger"), name, maxinflight, keys=args.run_keys)
-        self._source, self._messages = uuid.uuid4().hex, 0
-        self._in_order = threading.Lock()
-
-    def call(self, method: str, /, *args: Any) -> Future:
-        if method not in _NUMBERED:
-            return super().call(method, *args)
-        with self._in_order:
-            self._messages += 1
-            return super().call(method, *args, self._source, self._messages)
 
 
 class ScoreReader:

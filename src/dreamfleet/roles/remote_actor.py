@@ -7,10 +7,11 @@ import threading
 
 from dreamfleet.agents.api import compile_policy
 from dreamfleet.config import RunConfig
-from dreamfleet.roles.actor import policy_sizes, serve_actor
+from dreamfleet.roles.actor import serve_actor
 from dreamfleet.roles.addresses import find_server, server_name
 from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.parameters import Follower
+from dreamfleet.roles.policy_batches import policy_sizes
 from dreamfleet.roles.progress import SharedProgress
 from dreamfleet.roles.runtime import Factory, stop_event, takes, unpack
 from dreamfleet.transport import Client

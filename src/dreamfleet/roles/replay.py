@@ -44,7 +44,8 @@ from dreamfleet.roles.addresses import find_server, listen_address, publish_addr
 from dreamfleet.roles.checks import ReplayChecks
 from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.lead import Holding, Lead, Leading, RemoteLead
-from dreamfleet.roles.logger import LoggerClient
+from dreamfleet.roles.logger_client import LoggerClient
+from dreamfleet.roles.rates import limiter_for, most_owed
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
 from dreamfleet.transport import (
     ArgumentError,
@@ -58,9 +59,6 @@ from dreamfleet.transport.codec import encode
 
 log = logging.getLogger(__name__)
 
-LOOK_AHEAD = 2
-"""Batches that a learner requests before they are needed."""
-_ROWS_ON_THEIR_WAY = 4  # from an actor at most: so many times the limiter's tolerance
 _IN_FLIGHT = 4  # calls of this process to each other one
 _REPLY_SECONDS = 0.2  # in which a last reply is on its way
 _ANSWERED = (
@@ -252,33 +250,6 @@ _ending = threading.Event()
 def _end() -> None:
     logging.shutdown()
     os._exit(1)
-
-
-def limiter_for(args: RunConfig) -> SamplesPerInsert:
-    """The limiter of a run: `train_ratio` replayed steps for each step collected.
-
-    The least size makes sure that there is a sequence to sample: with so many steps in so many
-    streams at least one stream is long enough.
-    """
-    if args.offline:  # nothing is collected that learning could be held in step with
-        return SamplesPerInsert(ratio=0.0, tolerance=1.0, minsize=1)
-    return SamplesPerInsert(
-        ratio=args.train_ratio / args.batch_length,
-        tolerance=args.limiter_tolerance,
-        minsize=max(args.host_batch, args.envs) * args.window,
-        # As much as the learner may be ahead: one that keeps up is exactly where it should be.
-        debt=args.limiter_tolerance if args.catch_up else None,
-    )
-
-
-def most_owed(args: RunConfig, fills: float = 1.0) -> int:
-    """Updates that a run may be short of when it has made its steps, because nothing was trained
-    before the replay held enough of them, which happened `fills` times, and because the replay
-    takes the steps that are on their way without a wait."""
-    limiter = limiter_for(args)
-    on_their_way = (1 + _ROWS_ON_THEIR_WAY * args.actors) * limiter.tolerance
-    held = limiter.ratio * (limiter.minsize + on_their_way) + limiter.debt
-    return int(fills * held / args.host_batch) + LOOK_AHEAD
 
 
 class ReplayService:

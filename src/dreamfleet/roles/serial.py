@@ -35,7 +35,8 @@ from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.learner import EARLY_SECONDS, Learner, Saver
 from dreamfleet.roles.logger import Logger, ScoreReader
 from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.replay import ReplayService, limiter_for
+from dreamfleet.roles.rates import limiter_for
+from dreamfleet.roles.replay import ReplayService
 from dreamfleet.roles.runtime import ActorFailed, Factories, stop_event, unpack
 from dreamfleet.transport import Caller, Server
 from dreamfleet.transport.security import RUN

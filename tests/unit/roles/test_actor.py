@@ -12,15 +12,8 @@ import pytest
 from fleet_parts import CountingAgent, small_run
 
 from dreamfleet.agents import AgentBase
-from dreamfleet.roles.actor import (
-    Actor,
-    Carries,
-    Transitions,
-    VideoFrames,
-    padded_policy,
-    policy_sizes,
-    serve_actor,
-)
+from dreamfleet.roles.actor import Actor, Transitions, VideoFrames, serve_actor
+from dreamfleet.roles.policy_batches import Carries, padded_policy, policy_sizes
 from dreamfleet.roles.progress import Progress
 from dreamfleet.transport import BatchServer
 from dreamfleet.transport.errors import Closed, Timeout

@@ -16,9 +16,8 @@ from fleet_parts import CountingAgent, small_run
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
 from dreamfleet.roles import learner
-from dreamfleet.roles.actor import BEGAN
 from dreamfleet.roles.addresses import publish_address
-from dreamfleet.roles.health import health_path
+from dreamfleet.roles.health import STARTED, health_path
 from dreamfleet.roles.progress import Progress
 from dreamfleet.transport import Server
 
@@ -132,8 +131,8 @@ def test_an_agent_that_is_started_again_acts_before_its_training_is_compiled(
     may_compile = threading.Event()
     made = Ordered(may_compile)
     if again:
-        health_path(run, BEGAN).parent.mkdir()
-        health_path(run, BEGAN).touch()
+        health_path(run, STARTED).parent.mkdir()
+        health_path(run, STARTED).touch()
     else:
         may_compile.set()
     arguments = [made, barrier, run, progress]

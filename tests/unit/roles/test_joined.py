@@ -22,16 +22,18 @@ from dreamfleet.fleet.factories import factories
 from dreamfleet.fleet.launchers.local import LocalLauncher
 from dreamfleet.parallel import _bound
 from dreamfleet.roles import fences as fences_file
-from dreamfleet.roles.actor import BEGAN, Actor, Opening, policy_sizes
+from dreamfleet.roles.actor import Actor, Opening
 from dreamfleet.roles.checks import ObservationCheck, Owners
 from dreamfleet.roles.env import Lane
 from dreamfleet.roles.episodes import EpisodeServer, Group, RoundInterrupted
 from dreamfleet.roles.fences import Fence, FenceReader, Fences, read_fences, write_fences
-from dreamfleet.roles.health import health_path
+from dreamfleet.roles.health import STARTED, health_path
 from dreamfleet.roles.invitations import write_place
-from dreamfleet.roles.logger import video_env
+from dreamfleet.roles.logger_client import video_env
+from dreamfleet.roles.policy_batches import policy_sizes
 from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.replay import ReplayService, limiter_for
+from dreamfleet.roles.rates import limiter_for
+from dreamfleet.roles.replay import ReplayService
 from dreamfleet.spaces import RESET
 from dreamfleet.transport import (
     BatchServer,
@@ -174,7 +176,7 @@ def test_a_run_begins_when_all_are_there_and_an_agent_that_is_restarted_does_not
         first.result(LONG)
         second.result(LONG)
         assert acted == [JOINED, JOINED + 1, JOINED + 2]  # nothing of the one that has left
-    assert health_path(run, BEGAN).exists()
+    assert health_path(run, STARTED).exists()
     successor, again = acting(run, progress := Progress())[:2]
     assert (successor.closed, progress.begun) == (False, True)
     again.close()

@@ -22,12 +22,12 @@ from dreamfleet.agents.dreamer.acting import Draws
 from dreamfleet.agents.dreamer.runtime import player as dreamer_module
 from dreamfleet.checkpoint import Checkpoint, read_checkpoint
 from dreamfleet.errors import ConfigError
-from dreamfleet.roles.actor import Carries, padded_policy
 from dreamfleet.roles.health import read_health
 from dreamfleet.roles.hosts import Hosts
-from dreamfleet.roles.learner import LOOK_AHEAD, SAVE_REQUEST, Learner, RemoteStream, Saver
+from dreamfleet.roles.learner import SAVE_REQUEST, Learner, RemoteStream, Saver
+from dreamfleet.roles.policy_batches import Carries, padded_policy
 from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.replay import most_owed
+from dreamfleet.roles.rates import LOOK_AHEAD, most_owed
 from dreamfleet.transport import ArgumentError, Client, Closed, RemoteError, Server
 
 

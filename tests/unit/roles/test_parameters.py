@@ -17,10 +17,11 @@ from fleet_parts import CountingAgent, small_run
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.nodes import addresses
 from dreamfleet.roles import parameters as module
-from dreamfleet.roles.actor import policy_sizes, waits_for
+from dreamfleet.roles.actor import waits_for
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.health import Health
 from dreamfleet.roles.parameters import Follower, ParameterServer, packed, unpacked
+from dreamfleet.roles.policy_batches import policy_sizes
 from dreamfleet.roles.progress import Progress, SharedProgress
 from dreamfleet.transport import Client
 from dreamfleet.transport.codec import encode
