@@ -32,12 +32,13 @@ from dreamfleet.roles.actor import Actor
 from dreamfleet.roles.addresses import listen_address, publish_address
 from dreamfleet.roles.env import Lane, RestartedEnv, Watchdog
 from dreamfleet.roles.health import Health, health_path
-from dreamfleet.roles.learner import EARLY_SECONDS, Learner, Saver
+from dreamfleet.roles.learner import EARLY_SECONDS, Learner
 from dreamfleet.roles.logger import Logger, ScoreReader
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.rates import limiter_for
 from dreamfleet.roles.replay import ReplayService
 from dreamfleet.roles.runtime import ActorFailed, Factories, stop_event, unpack
+from dreamfleet.roles.saver import Saver
 from dreamfleet.transport import Caller, Server
 from dreamfleet.transport.security import RUN
 

@@ -24,10 +24,11 @@ from dreamfleet.checkpoint import Checkpoint, read_checkpoint
 from dreamfleet.errors import ConfigError
 from dreamfleet.roles.health import read_health
 from dreamfleet.roles.hosts import Hosts
-from dreamfleet.roles.learner import SAVE_REQUEST, Learner, RemoteStream, Saver
+from dreamfleet.roles.learner import Learner, RemoteStream
 from dreamfleet.roles.policy_batches import Carries, padded_policy
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.rates import LOOK_AHEAD, most_owed
+from dreamfleet.roles.saver import SAVE_REQUEST, Saver
 from dreamfleet.transport import ArgumentError, Client, Closed, RemoteError, Server
 
 
@@ -128,7 +129,7 @@ def test_a_run_may_start_from_a_part_of_another_and_says_which(
     )
     agent, progress = make_dreamer(5), Progress()
     fresh, theirs = agent.save(), trained.save()
-    with caplog.at_level("INFO", logger="dreamfleet.roles.learner"):
+    with caplog.at_level("INFO", logger="dreamfleet.roles"):
         told = saver(agent, config, progress).restore()
     state = agent.save()
     taken = {key for key in state if key.startswith(("nets/encoder", "nets/dynamics"))}
