@@ -113,7 +113,7 @@ def serve_actor(
             post_rows=args.limiter_tolerance,
             on_post_error=actor.on_send_error,
         )
-        opening = Opening(args, progress, server, owners, index)
+        gate = StartGate(args, progress, server, owners, index)
         server.start(block=False)
         should_log = LocalClock(args.log_every)
         should_log()
@@ -122,13 +122,13 @@ def serve_actor(
             looks = args.bind or args.expect_envs
             every = min(args.log_every, _LOOK_SECONDS) if looks else args.log_every
             while not progress.finished.wait(every):
-                opening.look()
+                gate.look()
                 if args.bind:  # environments come and go
                     server.resize("act", actor.full_batch())
                 if not looks or should_log():
-                    actor.log_metrics(server, held=opening.closed)
+                    actor.log_metrics(server, held=gate.closed)
             if progress.error is None:
-                actor.log_metrics(server, held=opening.closed)
+                actor.log_metrics(server, held=gate.closed)
         finally:
             flush = min(_MOST_FLUSH_SECONDS, progress.seconds_left())
             try:
@@ -139,7 +139,7 @@ def serve_actor(
                 actor.on_send_error(error)
 
 
-class Opening:
+class StartGate:
     """Holds the actions of an actor back until the environments that the run expects are there.
 
     The first actor decides, which hears from the learner's server how many the others have. One

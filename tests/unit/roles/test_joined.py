@@ -22,7 +22,7 @@ from dreamfleet.fleet.factories import factories
 from dreamfleet.fleet.launchers.local import LocalLauncher
 from dreamfleet.parallel import _bound
 from dreamfleet.roles import fences as fences_file
-from dreamfleet.roles.actor import Actor, Opening
+from dreamfleet.roles.actor import Actor, StartGate
 from dreamfleet.roles.checks import ObservationCheck, Owners
 from dreamfleet.roles.env import Lane
 from dreamfleet.roles.episodes import EpisodeServer, Group, RoundInterrupted
@@ -135,7 +135,7 @@ def an_actor(folder: Path, **changes: Any) -> tuple[Actor, Progress]:
     ), progress
 
 
-def acting(run: RunConfig, progress: Progress, index: int = 0) -> tuple[Opening, Any, list[int]]:
+def acting(run: RunConfig, progress: Progress, index: int = 0) -> tuple[StartGate, Any, list[int]]:
     """A server of `act` that may be held back, and the environments that it has acted in."""
     acted: list[int] = []
 
@@ -147,7 +147,7 @@ def acting(run: RunConfig, progress: Progress, index: int = 0) -> tuple[Opening,
     owners = Owners(server.connected, run.episode_timeout, 4, 100)
     check = ObservationCheck(DUMMY.obs_space, 4, owners, lambda *_: None)
     server.bind("act", act, batch=1, wait=0.0, check=check)
-    return Opening(run, progress, server, owners, index), server, acted
+    return StartGate(run, progress, server, owners, index), server, acted
 
 
 def test_a_run_begins_when_all_are_there_and_an_agent_that_is_restarted_does_not_wait(
