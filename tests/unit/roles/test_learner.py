@@ -21,6 +21,7 @@ from dreamfleet.agents import Dreamer
 from dreamfleet.agents.dreamer.acting import Draws
 from dreamfleet.agents.dreamer.runtime import player as dreamer_module
 from dreamfleet.checkpoint import Checkpoint, read_checkpoint
+from dreamfleet.clock import Round
 from dreamfleet.errors import ConfigError
 from dreamfleet.roles.health import read_health
 from dreamfleet.roles.hosts import Hosts
@@ -383,6 +384,22 @@ def test_updates_left_are_those_before_there_was_enough_data_and_no_more(tmp_pat
     assert left(0, train_ratio=4096.0, most_hosts=2) == 4096 * 1000 / 512
     assert left(61, step=999) == 0, "it ended at its target score"
     assert left(61, stopped=True) == left(61, train_ratio=0.0) == 0
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_a_complete_run_does_not_wait_for_batches_that_its_replay_cannot_give(
+    tmp_path: Path, enough: bool
+) -> None:
+    args = small_run(tmp_path, steps=1000, batch_size=16, batch_length=32, train_ratio=64.0, envs=8)
+    progress, client = Progress(1000), Granting(enough=enough)
+    progress.restore(1000)
+    count: Any = SimpleNamespace(updates=61, most_hosts=1, offset=0)
+    learner = Learner(None, args, progress, count, None, client, client)  # type: ignore[arg-type]
+    said = {"stop": False, "finished": True, "sent": True, "steps": 1000, "too little": False}
+    assert not learner._apply_round(Round([said])), "updates are missing"
+    learner.finish_replay()  # takes the reply
+    said["too little"] = learner._too_little
+    assert learner._apply_round(Round([said])) != enough
 
 
 class Stopping(CountingAgent):
