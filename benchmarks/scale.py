@@ -49,6 +49,7 @@ from dreamfleet.spaces import RESET, Space, without_logs, without_reset
 from dreamfleet.transport import Client, Keys, RoleKey, wire
 from dreamfleet.transport.address import parse
 from dreamfleet.transport.codec import encode
+from dreamfleet.transport.connection import Link, open_link
 
 TASKS = {"vector": "gym:CartPole-v1", "image": "bundled:dummy"}
 """Few numbers, and a 64x64x3 image with a few numbers."""
@@ -376,22 +377,18 @@ class LightClients:
     def __init__(
         self, addresses: Sequence[str], kind: str, count: int, keys: Keys | RoleKey | None = None
     ) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.max_sockets = count + 8
+        zmq.Context.instance().max_sockets = 2 * count + 64
         self._epoll = select.epoll()
-        self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        self._sockets: dict[int, Link] = {}
         self._observations = _episode(kind)
         self._messages: dict[int, list[list[Any]]] = {}  # of each connection: one of each kind
         self.steps = 0
         self.bytes_out = self.bytes_in = 0
         self._envids: dict[int, int] = {}
         for envid in range(count):
-            socket = self._context.socket(zmq.DEALER)
-            wire.set_limits(socket)
-            if keys:
-                keys.protect_client(socket)
-            socket.connect(parse(addresses[envid % len(addresses)]).endpoint)
-            wire.send(socket, wire.pack(wire.HELLO, 0, encode(None)))
+            address = parse(addresses[envid % len(addresses)])
+            socket = open_link(address, address.endpoint, keys)
+            socket.send(wire.pack(wire.HELLO, 0, encode(None)))
             self._sockets[socket.fileno()] = socket
             self._envids[socket.fileno()] = envid
             self._epoll.register(socket.fileno(), select.EPOLLIN)
@@ -409,10 +406,11 @@ class LightClients:
         while not until():
             for descriptor in ready:
                 socket = self._sockets[descriptor]
-                while message := wire.receive(socket):
+                socket.notice(descriptor, select.EPOLLIN)
+                while message := socket.receive():
                     self._on_message(descriptor, message)
                     made = self._made[descriptor]
-                    wire.send(socket, self._messages[descriptor][_stage(made)])
+                    socket.send(self._messages[descriptor][_stage(made)])
             ready = [descriptor for descriptor, _ in self._epoll.poll(0.1)]
 
     def _on_message(self, descriptor: int, message: list[Any]) -> None:
@@ -438,7 +436,8 @@ class LightClients:
 
     def close(self) -> None:
         self._epoll.close()
-        self._context.destroy(linger=0)
+        for socket in self._sockets.values():
+            socket.close(linger=0)
 
 
 def _stage(made: int) -> int:

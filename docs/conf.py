@@ -10,26 +10,38 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
+import dreamfleet
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the site needs no accelerator to be built
+
 
 ROOT = Path(__file__).parents[1]
 NAVIGATION = {
-    "Start": ["quickstart", "from_sb3", "presets", "learning", "gallery"],
-    "Environments": [
-        "environments", "suites/gym", "suites/dmc", "suites/atari", "suites/crafter",
-        "suites/minigrid", "suites/bundled",
+    "The path": [
+        "quickstart", "environments", "evaluation", "python", "machines", "algorithm",
     ],
-    "Train and use": [
-        *("python", "evaluation", "sweeps", "datasets", "export", "sharing", "view", "dream"),
-        *("algorithm", "agents", "examples"),
+    "When something is wrong": ["troubleshooting", "learning"],
+    "Training": [
+        "presets", "from_sb3", "sweeps", "datasets", "agents", "view", "dream", "export", "sharing",
+        "examples", "gallery",
     ],
-    "Run it": [
-        "operations", "machines", "scaling", "accelerators", "security", "reliability", "chaos",
+    "Suites": [
+        "suites/gym", "suites/dmc", "suites/atari", "suites/crafter", "suites/minigrid",
+        "suites/bundled",
     ],
-    "Look it up": ["README", "configuration", "metrics", "api"],
+    "Operation": ["operations", "scaling", "accelerators", "security", "reliability", "chaos"],
+    "Reference": ["README", "configuration", "metrics", "api"],
+    "Decisions": [
+        *("decisions/transport", "decisions/replay", "decisions/web_page", "decisions/site"),
+        "decisions/command_line",
+    ],
     "The project": ["../results/README", "../ARCHITECTURE", "../CONTRIBUTING", "../CHANGELOG"],
 }  # fmt: skip
 """What the side bar shows; a page that is missing here fails the build."""
+
+# Settings have a page of their own.
+for _function in (dreamfleet.train, dreamfleet.resume):
+    vars(_function).pop("__signature__", None)
 
 project = "Dreamfleet"
 root_doc = "README"
@@ -91,6 +103,8 @@ def _shorten(_: Sphinx, kind: str, name: str, *_about: object) -> tuple[str, Non
 
 
 def setup(app: Sphinx) -> None:
+    # Its settings are on the page of the configuration; Sphinx reads defaults from the source.
+    vars(dreamfleet.train).pop("__signature__", None)
     app.connect("source-read", _complete)
     app.connect("autodoc-process-docstring", _mark_code, priority=400)  # before napoleon
     app.connect("autodoc-process-signature", _shorten)

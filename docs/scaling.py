@@ -23,7 +23,7 @@ from dreamfleet.replay.storage.store import MAX_SLOTS
 
 Values = Mapping[str, float]
 
-FLEETS = {"64": 64, "1,000": 1_000, "100,000": 100_000}
+FLEETS = {"64": 64, "1,000": 1_000}
 STEPS_A_SECOND = 20
 """Of one environment, in the tables that need it: a simulator of middling weight."""
 _ROLES = {"env": "environment process", "agent": "actor", "replay": "replay", "logger": "logger"}
@@ -61,22 +61,6 @@ def fleet(values: Values) -> str:
     rates = [values[f"{kind}/fleet, {each}"] for kind in TASKS for each in _LAYOUTS]
     rows.append(["steps a second here", *(f"{rate:,.0f}" for rate in rates)])
     return _table(["CPU time a step", *columns], rows)
-
-
-def calls(values: Values) -> str:
-    """CPU time and wall time of single calls."""
-    names = dict.fromkeys(
-        name.split("/")[1]
-        for name in values
-        if name.endswith("/cpu") and name.startswith("vector/") and "alone" not in name
-    )
-    rows = []
-    for name in names:
-        per = "batch" if name.startswith(("replay sample", "replay update", "learner")) else "step"
-        cells = [_us(values[f"{k}/{name}/{what}"]) for k in TASKS for what in ("cpu", "wall")]
-        rows.append([name, per, *cells])
-    columns = [f"{kind}, {what}" for kind in TASKS for what in ("CPU", "wall")]
-    return _table(["call", "per", *columns], rows)
 
 
 def costs(values: Values, kind: str, ratio: float) -> dict[str, float]:
@@ -141,21 +125,8 @@ def limits(values: Values) -> str:
     return _table(["one core, a second", *TASKS], rows)
 
 
-def curve(values: Values) -> str:
-    """Steps a second and the actor's CPU time with so many connections."""
-    rows = []
-    for count in CONNECTIONS[::2]:
-        cells = []
-        for agent, kind in _lines():
-            name = f"curve/{agent}/{kind}/{count}"
-            cells.append(f"{values[name]:,.0f} ({_us(values[f'{name}/actor'])})")
-        rows.append([f"{count:,}", *cells])
-    return _table(["connections", *(f"{agent}, {kind}" for agent, kind in _lines())], rows)
-
-
 def walls(values: Values) -> str:
-    """What a second actor and a second shard gain, on the two cores that everybody shares and, from
-    CPU time, with a core for each."""
+    """What a second actor and a second shard gain: on two shared cores, and with a core each."""
     rows = []
     for name, what in (
         ("actors={}", "`actors`, DreamerV3 with images, steps a second"),
@@ -183,20 +154,6 @@ def network(values: Values) -> str:
     return _table(["environment, a step", *columns], rows)
 
 
-def encryption(values: Values) -> str:
-    """The same connections in the clear on one machine, and encrypted."""
-    (name,) = (name for name in values if re.fullmatch(r"encrypted/random/vector/\d+", name))
-    count = name.rpartition("/")[2]
-    rows = [
-        [text, f"{values[each]:,.0f}", _us(values[f"{each}/actor"])]
-        for text, each in (
-            ("ipc", f"curve/random/vector/{count}"),
-            ("tcp with CURVE, on the same machine", name),
-        )
-    ]
-    return _table([f"{count} connections, vectors", "steps a second", "actor, a step"], rows)
-
-
 def replay(values: Values) -> str:
     """What a replay of some size takes."""
     rows = []
@@ -221,20 +178,8 @@ def replay(values: Values) -> str:
     return _table(["replay", *columns, "time to reopen"], rows)
 
 
-def cold(values: Values) -> str:
-    """Samples from memory and from the disk."""
-    rows = [
-        [f"a batch of images, {where}", *(_us(values[f"replay/sample, {where}/{what}"])
-         for what in ("cpu", "wall"))]
-        for where in ("warm", "cold")
-    ]  # fmt: skip
-    read = f"files read one after the other: {values['disk/read']:,.0f} MB/s"
-    return _table(["sample", "CPU", f"wall ({read})"], rows)
-
-
 TABLES: Mapping[str, Callable[[Values], str]] = {
-    each.__name__: each
-    for each in (fleet, calls, saturation, limits, walls, curve, network, encryption, replay, cold)
+    each.__name__: each for each in (fleet, saturation, limits, walls, network, replay)
 }
 
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from dreamfleet.config import RunConfig
 from dreamfleet.envs.gym import GymTranslation
 from dreamfleet.envs.wrappers import affine_actions
-from dreamfleet.errors import ConfigError, import_extra
+from dreamfleet.errors import ConfigError, first_line, import_extra
 from dreamfleet.files import fsync
 from dreamfleet.policy import Blueprint, read_blueprint
 from dreamfleet.replay import Replay
@@ -133,8 +133,8 @@ def _found(path: str) -> Path:
             _minari("minari").download_dataset(name)
         except Exception as error:  # of the network, or of any package that takes part
             raise ConfigError(
-                f"{path} is not on this machine and cannot be downloaded ({error}): check its name "
-                "in 'minari list remote', or name a local folder."
+                f"{path} is not on this machine and cannot be downloaded ({first_line(error)}): "
+                "check its name in 'minari list remote', or name a local folder."
             ) from error
     return folder
 

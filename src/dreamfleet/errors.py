@@ -47,6 +47,11 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
     return f"did you mean {close[0]!r}?" if close else otherwise
 
 
+def first_line(error: BaseException) -> str:
+    """The beginning of what an error of another package says, for a sentence of ours."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
 def import_extra(module: str, purpose: str, extra: str, *, hint: str = "") -> ModuleType:
     """Import a package that belongs to an extra of this one.
 

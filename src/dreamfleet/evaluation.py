@@ -28,7 +28,7 @@ from dreamfleet.agents.registry import AgentType
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import Wrapper, env_seed, make_env, make_visible_env, renderer
-from dreamfleet.envs.registry import Task, name_of
+from dreamfleet.envs.registry import Task, by_number, make_lanes, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.files import atomic_write, temporary_folder
 from dreamfleet.fleet.launchers import Launcher, Worker, find_launcher
@@ -195,7 +195,9 @@ def play(
         if video:
             title = f"{task} step {policy.step:,}"
             recording = _Recording(video.absolute(), fps, task, title, private / "recorded")
-        make = partial(_environment, maker, config, seed, recording)
+        make: Callable[..., Any] = partial(_environment, maker, config, seed, recording)
+        if recording is None:  # a video shows one environment
+            make = by_number(make, maker, config.env_options)
         run = replace(config, logdir=private)
         with _Environments(run, make, count, max_steps, folder) as environments:
             some = "1 environment" if count == 1 else f"{count} environments"
@@ -251,6 +253,7 @@ def _environment(
     recording: _Recording | None,
     envid: int,
     attempt: int = 0,
+    lanes: int = 0,
 ) -> Any:
     """An environment of an evaluation; the first one is recorded if a video is wanted. One that is
     built again has another seed, and plays other episodes."""
@@ -260,6 +263,8 @@ def _environment(
     if recording and envid == 0 and not recording.over:
         env = make_visible_env(maker, seed=at, **config.env_options)
         return _Recorded(env, recording)
+    if lanes:
+        return make_lanes(maker, lanes, seed=at, **config.env_options)
     return make_env(maker, seed=at, **config.env_options)
 
 

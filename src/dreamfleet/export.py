@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.errors import DreamfleetError, import_extra
+from dreamfleet.errors import DreamfleetError, first_line, import_extra
 from dreamfleet.files import atomic_write
 from dreamfleet.spaces import Space
 
@@ -78,7 +78,14 @@ def export(
         MissingExtraError: The packages that write ONNX are not installed.
         ExportError: The graph cannot be written, or does not compute what the policy does.
     """
-    built = _to_onnx(graph) if format == "onnx" else _to_stablehlo(graph)
+    try:
+        built = _to_onnx(graph) if format == "onnx" else _to_stablehlo(graph)
+    except DreamfleetError:
+        raise
+    except Exception as error:  # of any package that takes part
+        raise ExportError(
+            f"The policy cannot be written as {format} ({first_line(error)}): use the other format."
+        ) from error
     reports = [compare(graph, built.run, obs_space, batch, steps) for batch in batches]
     for report in reports:
         _check(report)
@@ -221,28 +228,22 @@ def _bounds(low: NDArray[Any], high: NDArray[Any]) -> dict[str, Any]:
 def _to_onnx(graph: PolicyGraph) -> _Built:
     converter = import_extra("jax2onnx", "ONNX files", "export")
     runtime = import_extra("onnxruntime", "ONNX files", "export")
-    try:
-        with _quiet():
-            model = converter.to_onnx(
-                graph.function,
-                inputs=_shapes(graph, "B"),
-                input_names=list(graph.inputs),
-                output_names=list(graph.outputs),
-                model_name="policy",
-                opset=_OPSET,
-                # Some runtimes are wrong about normalisation as one operator.
-                normalization_mode="force_decomposed",
-            )
-            data = model.SerializeToString()
-            options = runtime.SessionOptions()
-            options.intra_op_num_threads = 1  # a policy call is too short for more
-            options.log_severity_level = 3
-            session = runtime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # of any package that takes part
-        raise ExportError(
-            f"The policy cannot be written as ONNX ({type(error).__name__}: {error}): "
-            "use --format stablehlo."
-        ) from error
+    with _quiet():
+        model = converter.to_onnx(
+            graph.function,
+            inputs=_shapes(graph, "B"),
+            input_names=list(graph.inputs),
+            output_names=list(graph.outputs),
+            model_name="policy",
+            opset=_OPSET,
+            # Some runtimes are wrong about normalisation as one operator.
+            normalization_mode="force_decomposed",
+        )
+        data = model.SerializeToString()
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = 1  # a policy call is too short for more
+        options.log_severity_level = 3
+        session = runtime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
 
     def run(given: Mapping[str, NDArray[Any]]) -> Arrays:
         values = session.run(None, {name: given[name] for name in graph.inputs})

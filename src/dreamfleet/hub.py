@@ -19,7 +19,13 @@ from typing import Any
 import numpy as np
 
 from dreamfleet.checkpoint import Checkpoint, Which
-from dreamfleet.errors import ConfigError, DreamfleetError, MetricsError, import_extra
+from dreamfleet.errors import (
+    ConfigError,
+    DreamfleetError,
+    MetricsError,
+    first_line,
+    import_extra,
+)
 from dreamfleet.files import atomic_write, temporary_folder
 from dreamfleet.metrics.evaluations import FILE_NAME
 from dreamfleet.metrics.outputs.jsonl import read_jsonl
@@ -116,9 +122,8 @@ def _asked(call: Callable[[], Any], what: str) -> Any:
     try:
         return call()
     except Exception as error:  # of the network, or of any package that takes part
-        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise HubError(
-            f"{what} failed: {line}. Check the name and the network, and log in with "
+            f"{what} failed: {first_line(error)}. Check the name and the network, and log in with "
             "'hf auth login'."
         ) from error
 

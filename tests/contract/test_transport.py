@@ -1,4 +1,4 @@
-"""What every transport promises: ipc, tcp, tcp with keys, and inside one process."""
+"""What every transport promises: local, local without shared memory, tcp, and tcp with keys."""
 
 import gc
 import sys
@@ -25,19 +25,24 @@ from dreamfleet.transport import (
     Server,
     Timeout,
     TransportError,
+    local,
 )
+from dreamfleet.transport.address import parse
 
 KEYS = Keys.generate()
 TRANSPORTS = {
-    "ipc": ("ipc://{auto}", None),
+    "local": ("ipc://{auto}", None),
+    "local without shared memory": ("ipc://{auto}", None),
     "tcp": ("tcp://127.0.0.1:{auto}", None),
     "tcp with keys": ("127.0.0.1:{auto}", KEYS),
-    "inproc": ("inproc://{auto}", None),
 }
 
 
 @pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> tuple[str, Keys | None]:
+def transport(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, Keys | None]:
+    monkeypatch.setattr(local, "SHARING", request.param != "local without shared memory")
     return TRANSPORTS[request.param]
 
 
@@ -243,7 +248,7 @@ def test_eight_clients_that_nobody_waits_for_make_a_batch_of_eight(
     server.bind("act", act, batch=8, wait=600)
     with server:
         clients = [Client(server.address, keys=keys) for _ in range(8)]
-        futures = [client.act(who) for who, client in enumerate(clients)]
+        futures = [client.call_block("act", np.array([who])) for who, client in enumerate(clients)]
         assert done.wait(120)
         assert [future.result(20) for future in futures] == list(range(8))
         for client in clients:
@@ -779,7 +784,7 @@ def test_nothing_is_left_behind(transport: tuple[str, Keys | None]) -> None:
     before = set(threading.enumerate())
     server = Server(address, keys=keys, workers=3)
     server.bind("echo", lambda value: value)
-    path = server._loop._address.path
+    path = parse(server.address).path
     with server:
         assert path == Path() or path.is_socket()
         with Client(server.address, keys=keys) as client:
@@ -863,7 +868,7 @@ def batching(transport: tuple[str, Keys | None]) -> Iterator[Batching]:
 
 
 def item(who: int, size: int = 3) -> dict[str, object]:
-    return {"x": np.full(size, who, np.float32), "who": np.int64(who)}
+    return {"x": np.full((1, size), who, np.float32), "who": np.array([who])}
 
 
 def block(*who: int) -> dict[str, np.ndarray]:
@@ -873,11 +878,11 @@ def block(*who: int) -> dict[str, np.ndarray]:
 
 def test_a_full_batch_is_answered_with_one_call(batching: Batching) -> None:
     clients = [batching.client() for _ in range(8)]
-    futures = [client.act(item(who)) for who, client in enumerate(clients)]
+    futures = [client.call_block("act", item(who)) for who, client in enumerate(clients)]
     for who, future in enumerate(futures):
         answer = future.result(20)
         assert answer["who"] == who
-        assert answer["y"].tolist() == [2 * who] * 3
+        assert answer["y"].tolist() == [[2 * who] * 3]
     assert batching.sizes == [4, 4]
     assert batching.await_posts(2) == [1, 2]
 
@@ -887,7 +892,7 @@ def test_a_batch_that_does_not_fill_is_closed_when_its_oldest_has_waited(
 ) -> None:
     bench = Batching(*transport, wait=0.02)
     try:
-        futures = [bench.client().act(item(who)) for who in (5, 6)]
+        futures = [bench.client().call_block("act", item(who)) for who in (5, 6)]
         assert [f.result(20)["who"] for f in futures] == [5, 6]
         assert sum(bench.sizes) == 2
         assert bench.server.stats()["act/wait"] >= 0.02
@@ -905,15 +910,15 @@ def test_a_block_of_items_is_one_message_and_one_answer(batching: Batching) -> N
 
 def test_blocks_and_items_share_batches_and_no_block_is_split(batching: Batching) -> None:
     one, two, three = (batching.client() for _ in range(3))
-    futures = [one.act(item(1)), two.call_block("act", block(2, 3))]
+    futures = [one.call_block("act", item(1)), two.call_block("act", block(2, 3))]
     while batching.server.stats()["requests"] < 2:
         one.connect(1)
-    futures.append(three.act(item(4)))
+    futures.append(three.call_block("act", item(4)))
     answers = [future.result(20)["who"] for future in futures]
-    assert [np.asarray(a).tolist() for a in answers] == [1, [2, 3], 4]
+    assert [a.tolist() for a in answers] == [[1], [2, 3], [4]]
     assert batching.sizes == [4]
     # A block that does not fit any more starts the next batch.
-    futures = [one.act(item(1))]
+    futures = [one.call_block("act", item(1))]
     while batching.server.stats()["requests"] < 4:  # or else the block may be there first
         one.connect(1)
     futures.append(two.call_block("act", block(2, 3, 4, 5, 6)))
@@ -922,66 +927,20 @@ def test_blocks_and_items_share_batches_and_no_block_is_split(batching: Batching
     assert sorted(batching.sizes[1:]) == [1, 5]
 
 
-def test_plain_numbers_are_stacked_too(transport: tuple[str, Keys | None]) -> None:
-    address, keys = transport
-    seen = []
-
-    def act(number: np.ndarray, flag: np.ndarray) -> tuple[np.ndarray, None]:
-        seen.append((number.dtype.kind, flag.dtype.kind, number.shape))
-        return number + 1, None
-
-    server = BatchServer(address, keys=keys)
-    server.bind("act", act, batch=2, wait=30)
-    with server, Client(server.address, keys=keys) as a, Client(server.address, keys=keys) as b:
-        a.connect(20)
-        b.connect(20)
-        futures = [a.act(1, True), b.act(2, False)]
-        assert sorted(int(f.result(20)) for f in futures) == [2, 3]
-    assert seen == [("i", "b", (2,))]
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        *(3, 2.5, True, 2**63, {"a": 1, "b": [2.0, (False,)]}),
-        *(np.float32(3), np.int64(3), np.zeros(()), np.zeros(3), np.ones((2, 3), bool)),
-        {"a": np.zeros(2, np.uint8), "b": np.int32(1)},
-    ],
-    ids=repr,
-)
-def test_a_batch_server_answers_with_the_types_of_a_server(value: object) -> None:
-    server, batching = Server("ipc://{auto}"), BatchServer("ipc://{auto}")
-    server.bind("same", lambda value: value)
-    batching.bind("same", lambda value: (value, None), batch=1)
-    server.bind("nothing", lambda value: None)
-    batching.bind("nothing", lambda value: (None, None), batch=1)
-    with server, batching, Client(server.address) as one, Client(batching.address) as other:
-        assert _types(one.same(value).result(20)) == _types(other.same(value).result(20))
-        assert one.nothing(value).result(20) is other.nothing(value).result(20) is None
-
-
-def _types(tree: object) -> object:
-    if isinstance(tree, dict):
-        return {key: _types(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree), [_types(value) for value in tree]
-    return type(tree), np.asarray(tree).dtype, np.shape(tree), np.asarray(tree).tolist()
-
-
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
-        ({"x": np.zeros(4, np.float32), "who": np.int64(0)}, r"x has dtype float32 and shape \(4,"),
-        ({"x": np.zeros(3, np.float64), "who": np.int64(0)}, "x has dtype float64"),
-        ({"x": np.zeros(3, np.float32)}, "who is missing"),
-        ({**item(0), "more": np.zeros(3)}, "more is in this request but not"),
+        (item(0, size=4), r"x has dtype float32 and shape \(4,"),
+        ({**item(0), "x": np.zeros((1, 3))}, "x has dtype float64"),
+        ({"x": np.zeros((1, 3), np.float32)}, "who is missing"),
+        ({**item(0), "more": np.zeros(1)}, "more is in this request but not"),
     ],
 )
 def test_an_odd_request_gets_an_error_and_the_others_an_answer(
     batching: Batching, odd: dict[str, object], words: str
 ) -> None:
-    wrong = batching.client().act(odd)
-    futures = [batching.client().act(item(who)) for who in range(3)]
+    wrong = batching.client().call_block("act", odd)
+    futures = [batching.client().call_block("act", item(who)) for who in range(3)]
     with pytest.raises(RemoteError, match=words):
         wrong.result(20)
     assert [f.result(20)["who"] for f in futures] == [0, 1, 2]
@@ -991,10 +950,10 @@ def test_an_odd_request_gets_an_error_and_the_others_an_answer(
 def test_an_odd_request_may_be_the_first_without_making_the_others_odd(batching: Batching) -> None:
     """Once there has been a good batch, its structure is the right one."""
     clients = [batching.client() for _ in range(4)]
-    for future in [client.act(item(who)) for who, client in enumerate(clients)]:
+    for future in [client.call_block("act", item(who)) for who, client in enumerate(clients)]:
         future.result(20)
-    odd = [client.act(item(0, size=7)) for client in clients[:3]]
-    good = clients[3].act(item(1))
+    odd = [client.call_block("act", item(0, size=7)) for client in clients[:3]]
+    good = clients[3].call_block("act", item(1))
     assert good.result(20)["who"] == 1
     for future in odd:
         with pytest.raises(RemoteError, match=r"x has dtype float32 and shape \(7,"):
@@ -1004,17 +963,23 @@ def test_an_odd_request_may_be_the_first_without_making_the_others_odd(batching:
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
-        ({"x": np.zeros(3, np.float32), "who": "me"}, "who is str, which cannot be batched"),
-        ({"x": b"raw" * 3000, "who": np.int64(0)}, "x is text or bytes"),
+        ({**item(0), "who": "me"}, "who is no array, and cannot be batched"),
+        ({**item(0), "who": 0}, "who is no array, and cannot be batched"),
+        ({**item(0), "more": b"raw" * 3000}, "more is text or bytes"),
     ],
 )
 def test_a_request_that_has_no_place_in_any_batch_is_refused_at_once(
     batching: Batching, odd: dict[str, object], words: str
 ) -> None:
     with pytest.raises(RemoteError, match=words):
-        batching.client().act(odd).result(20)
-    futures = [batching.client().act(item(who)) for who in range(4)]
+        batching.client().call_block("act", odd).result(20)
+    futures = [batching.client().call_block("act", item(who)) for who in range(4)]
     assert [f.result(20)["who"] for f in futures] == [0, 1, 2, 3]
+
+
+def test_a_single_item_is_refused(batching: Batching) -> None:
+    with pytest.raises(RemoteError, match="'act' takes blocks of items: use `call_block`"):
+        batching.client().act(item(0)).result(20)
 
 
 def test_a_block_with_unequal_leading_axes_is_refused(batching: Batching) -> None:
@@ -1030,11 +995,14 @@ def test_a_block_with_unequal_leading_axes_is_refused(batching: Batching) -> Non
 
 def test_an_error_in_the_work_reaches_everyone_in_the_batch(batching: Batching) -> None:
     clients = [batching.client() for _ in range(4)]
-    futures = [client.act(item(-1 if who == 2 else who)) for who, client in enumerate(clients)]
+    futures = [
+        client.call_block("act", item(-1 if who == 2 else who))
+        for who, client in enumerate(clients)
+    ]
     for future in futures:
         with pytest.raises(RemoteError, match="below zero"):
             future.result(20)
-    futures = [client.act(item(who)) for who, client in enumerate(clients)]
+    futures = [client.call_block("act", item(who)) for who, client in enumerate(clients)]
     assert [f.result(20)["who"] for f in futures] == [0, 1, 2, 3]
     assert batching.await_posts(1) == [2]
 
@@ -1094,7 +1062,7 @@ class Posting:
     def act(self, *numbers: int) -> None:
         """Have the numbers answered, each in a batch of its own."""
         for number in numbers:
-            assert self.client.act(np.int64(number)).result(20) == number
+            assert self.client.call_block("act", np.array([number])).result(20) == number
 
     def await_calls(self, count: int) -> None:
         for _ in range(count):
@@ -1130,8 +1098,8 @@ def test_what_follows_comes_after_the_answers_in_the_order_of_the_batches(
     server = BatchServer(address, keys=keys)
     server.bind("act", work, post, batch=1, workers=2)
     with server, Client(server.address, keys=keys) as client:
-        first = client.act(np.int64(0))
-        assert client.act(np.int64(1)).result(20) == 1
+        first = client.call_block("act", np.array([0]))
+        assert client.call_block("act", np.array([1])).result(20) == 1
         assert posted == []
         assert not first.done()
         hold.set()
@@ -1164,7 +1132,7 @@ def test_what_follows_keeps_its_order_with_many_workers_and_clients(
         def call(base: int) -> None:
             with Client(server.address, keys=keys, timeout=30) as client:
                 for number in range(base, base + 50):
-                    client.act(np.int64(number)).result()
+                    client.call_block("act", np.array([number])).result()
 
         threads = [threading.Thread(target=call, args=(1000 * index,)) for index in range(6)]
         for thread in threads:
@@ -1198,7 +1166,7 @@ def test_whatever_was_answered_before_the_end_is_passed_on(
     def call(index: int, client: Client) -> None:
         for number in range(1000 * index, 1000 * (index + 1)):
             try:
-                client.act(np.int64(number)).result(30)
+                client.call_block("act", np.array([number])).result(30)
             except Disconnected:
                 return
             answered[index].append(number)
@@ -1281,7 +1249,7 @@ def test_the_answer_does_not_wait_for_what_follows_until_the_backlog_is_full(
         bench.await_calls(1)
         bench.act(2)
         assert bench.server.stats()["act/posting"] == 2
-        third, fourth = (bench.client.act(np.int64(number)) for number in (3, 4))
+        third, fourth = (bench.client.call_block("act", np.array([number])) for number in (3, 4))
         while bench.server.stats()["act/waiting"] < 2:
             assert not third.wait(0.01)
         assert bench.worked == [1, 2]  # no work is started whose result could not be passed on
@@ -1297,7 +1265,7 @@ def test_work_that_failed_holds_no_place_in_the_backlog(
     with Posting(transport, post_rows=1, backlog=1) as bench:
         for _ in range(3):
             with pytest.raises(RemoteError, match="below zero"):
-                bench.client.act(np.int64(-1)).result(20)
+                bench.client.call_block("act", np.array([-1])).result(20)
         bench.hold.set()
         bench.act(1)
     assert bench.lists == [[1]]
@@ -1361,7 +1329,7 @@ def test_a_call_that_fails_after_everything_was_dropped_is_not_reported(
     server.bind("act", lambda x: (x, None), post, batch=1, gather=0, on_post_error=errors.append)
     server.start(block=False)
     with Client(server.address, keys=keys) as client:
-        assert client.act(np.int64(1)).result(20) == 1
+        assert client.call_block("act", np.array([1])).result(20) == 1
         assert entered.wait(20)
         server.close(flush=0)
     hold.set()
@@ -1389,8 +1357,8 @@ def test_an_error_in_what_follows_is_logged_counted_and_reported(
     server = BatchServer(address, keys=keys)
     server.bind("act", lambda x: (x, int(x[0])), post, batch=1, post_rows=1, on_post_error=report)
     with server, Client(server.address, keys=keys) as client:
-        assert client.act(np.int64(1)).result(20) == 1
-        assert client.act(np.int64(2)).result(20) == 2
+        assert client.call_block("act", np.array([1])).result(20) == 1
+        assert client.call_block("act", np.array([2])).result(20) == 2
     assert server.stats()["act/post_errors"] == 1
     assert [str(error) for error in errors] == ["afterwards"]
     assert good == [2]
@@ -1404,7 +1372,7 @@ def test_what_follows_may_close_its_own_server(transport: tuple[str, Keys | None
     starter = threading.Thread(target=server.start)
     starter.start()
     with Client(server.address, keys=keys) as client:
-        assert client.act(np.int64(1)).result(20) == 1
+        assert client.call_block("act", np.array([1])).result(20) == 1
         starter.join(20)
     assert not starter.is_alive()
 
@@ -1423,7 +1391,10 @@ def test_a_batched_method_may_be_repeatable(transport: tuple[str, Keys | None]) 
     server = serve(address)
     with Client(server.address, keys=keys) as client:
         client.connect(20)
-        once, again = client.once(np.int64(1)), client.again(np.int64(2))
+        once, again = (
+            client.call_block("once", np.array([1])),
+            client.call_block("again", np.array([2])),
+        )
         assert gate.entered.acquire(timeout=20)
         assert gate.entered.acquire(timeout=20)
         server._loop.close(timeout=0)
@@ -1438,12 +1409,12 @@ def test_a_batched_method_may_be_repeatable(transport: tuple[str, Keys | None]) 
 
 def test_a_client_that_goes_away_does_not_hold_up_the_others(batching: Batching) -> None:
     gone = batching.client()
-    gone.act(item(9))
+    gone.call_block("act", item(9))
     while batching.server.stats()["requests"] < 1:
         gone.connect(1)
     gone.close()
     clients = [batching.client() for _ in range(3)]
-    futures = [client.act(item(who)) for who, client in enumerate(clients)]
+    futures = [client.call_block("act", item(who)) for who, client in enumerate(clients)]
     assert [f.result(20)["who"] for f in futures] == [0, 1, 2]
 
 

@@ -117,7 +117,7 @@ def check(
                     process.kill()
 
 
-KEPT = ("my_env.py", "run", "chaos")
+KEPT = ("my_env.py", "__pycache__", "run", "chaos")
 """What a test has put there, and what was asked for."""
 
 

@@ -69,7 +69,7 @@ def test_what_follows_a_batch_may_exit_without_stopping_the_server() -> None:
     )
     with server, Client(server.address, timeout=20) as client:
         for number in range(10):
-            assert client.act(np.int64(number)).result() == number
+            assert client.call_block("act", np.array([number])).result() == number
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_an_idle_client_finds_the_successor_with_its_first_call() -> None:
         server.close()
         server = serve()
         poller = select.poll()
-        poller.register(client._connection._monitor_descriptor, select.POLLIN)
+        poller.register(client._connection._link.fileno(), select.POLLIN)
         assert poller.poll(20_000)
         assert client.ping().result() == "pong"  # not repeatable, and yet not lost
     server.close()
@@ -176,22 +176,9 @@ def test_a_block_that_lies_about_its_rows_harms_nobody() -> None:
         block = np.full((3, 1), 7.0)
         assert liar.call_block("act", block).result().shape == (3, 1)
         lie = liar._call("act", 2, (block,))
-        assert good.act(np.full(1, 1.0)).result(20).tolist() == [10.0]
+        assert good.call_block("act", np.full((1, 1), 1.0)).result(20).tolist() == [[10.0]]
         with pytest.raises(RemoteError, match="is not a block of 2 items"):
             lie.result()
-
-
-def test_a_number_of_python_among_numbers_of_numpy_harms_nobody() -> None:
-    server = BatchServer("ipc://{auto}")
-    server.bind("act", lambda x: (x * 10, None), batch=3, wait=30.0)
-    with server, Client(server.address, timeout=20) as odd, Client(server.address) as good:
-        odd.connect()
-        good.connect()
-        futures = [good.act(np.int64(1)), good.act(np.int64(2))]
-        wrong = odd.act(3)
-        assert [int(future.result(20)) for future in futures] == [10, 20]
-        with pytest.raises(RemoteError, match=r"a number of Python\), but the other requests"):
-            wrong.result()
 
 
 class _Pair(NamedTuple):
@@ -203,7 +190,6 @@ def test_a_batched_function_may_return_a_namedtuple() -> None:
     server = BatchServer("ipc://{auto}")
     server.bind("act", lambda x: (_Pair(x, -x), None), batch=1)
     with server, Client(server.address, timeout=20) as client:
-        assert client.act(np.float64(3)).result() == (3, -3)
         left, right = client.call_block("act", np.arange(2)).result()
         assert (left + right).tolist() == [0, 0]
 
@@ -213,12 +199,12 @@ def test_a_closing_server_leaves_its_successors_file_alone(tmp_path: Path) -> No
     path = tmp_path / "socket"
     old = Server(f"ipc://{path}")
     old.start(block=False)
-    identity = old._loop._file
+    identity = old._loop._local.file
     path.unlink()
     new = Server(f"ipc://{path}")
     new.bind("ping", lambda: "pong")
     with new, Client(new.address, timeout=20) as client:
-        assert identity != new._loop._file
+        assert identity != new._loop._local.file
         old.close()
         assert path.is_socket()
         assert client.ping().result() == "pong"

@@ -3,6 +3,8 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -10,6 +12,7 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from transport_processes import ServerProcess, server_process
@@ -119,6 +122,47 @@ def test_kill_nine_under_load_and_return(transport: str, elsewhere: bool, tmp_pa
             assert max(carried_out.values()) == 1
 
 
+_ENDLESS_CALLS = """
+import sys
+import numpy as np
+from dreamfleet.transport import Client
+
+with Client(sys.argv[1], maxinflight=8) as client:
+    number = 0
+    while True:
+        calls = [client.echo(np.full(200_000, (number + n) % 251, np.uint8)) for n in range(8)]
+        answers = [call.result(60)[0] for call in calls]
+        assert [set(a.tolist()) for a in answers] == [{(number + n) % 251} for n in range(8)]
+        number += 8
+        print(number, flush=True)
+"""
+
+
+def test_clients_that_are_killed_leave_no_shared_memory_behind() -> None:
+    """At any moment: with arrays of theirs that the server has mapped, and of the server's."""
+    with server_process() as server, Client(server.address, timeout=60) as friend:
+        maps = Path(f"/proc/{server.pid}/maps")
+        for rounds in range(1, 4):
+            killed = subprocess.Popen(
+                [sys.executable, "-c", _ENDLESS_CALLS, server.address],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            with killed:
+                assert killed.stdout
+                for _ in range(rounds):
+                    assert int(killed.stdout.readline())
+                assert "memfd:dreamfleet" in maps.read_text()
+                killed.kill()
+        deadline = time.monotonic() + 60
+        while "memfd:dreamfleet" in maps.read_text():
+            assert time.monotonic() < deadline
+            friend.echo(1).result()
+        big = np.ones(200_000, np.uint8)
+        for _ in range(3):
+            np.testing.assert_array_equal(friend.echo(big).result()[0], big)
+
+
 def test_a_server_that_hangs_is_given_up_by_the_heartbeat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -153,14 +197,18 @@ def test_a_busy_server_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("batching", [False, True], ids=["Server", "BatchServer"])
 def test_an_idle_server_uses_no_measurable_cpu(batching: bool) -> None:
+    """After its start, which takes some seconds on a busy machine."""
     with server_process(batching=batching) as server, Client(server.address) as client:
         client.connect(20)
         process = psutil.Process(server.pid)
-        before = process.cpu_times()
-        time.sleep(3)  # the time over which it is measured
-        after = process.cpu_times()
-        used = after.user + after.system - before.user - before.system
-        assert used < 0.01 * 3
+
+        def used() -> float:
+            before = process.cpu_times()
+            time.sleep(3)  # the time over which it is measured
+            after = process.cpu_times()
+            return after.user + after.system - before.user - before.system
+
+        assert any(used() < 0.01 * 3 for _ in range(5))
 
 
 def test_a_server_process_ends_and_leaves_no_file() -> None:

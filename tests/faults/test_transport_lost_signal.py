@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
+
 from dreamfleet.transport import BatchServer, Client, Server
 
 ROUNDS = 1500
@@ -70,7 +72,7 @@ def test_a_call_that_comes_while_a_server_asks_who_is_connected_is_read_at_once(
         try:
             for value in range(ROUNDS):
                 start.release()
-                assert client.act(value).result() == value
+                assert client.call_block("act", np.array([value])).result() == value
         finally:
             start.release(ROUNDS)
             thread.join()

@@ -18,13 +18,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import agent_worlds as worlds
 import numpy as np
 import pytest
 from documents import ROOT, blocks, commands, python_blocks
 from fleet_parts import fixed_address
 
-from dreamfleet.agents import Dreamer, RandomAgent
+from dreamfleet.agents import RandomAgent
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
@@ -145,6 +144,11 @@ def serve(words: Sequence[str], where: Path) -> None:
 
 def a_policy(logdir: Path) -> None:
     """A checkpoint of Dreamer that has learned nothing."""
+    # Here: tests of the agent check its shapes from its first import on.
+    import agent_worlds as worlds
+
+    from dreamfleet.agents import Dreamer
+
     config = RunConfig(logdir=logdir, agent_config=worlds.config())
     env = make_env(config.task)
     agent = Dreamer(env.obs_space, env.act_space, config.agent_config)
@@ -168,7 +172,7 @@ def a_run(logdir: Path) -> None:
             obs = env.step(action)
             score = float(obs["reward"]) + (0.0 if obs["is_first"] else score)
             if obs["is_last"]:
-                scores.add(step, score)
+                scores.add(step, score, 9, "0", "epoch", step)
             _, chosen, _ = agent.policy({}, {key: value[None] for key, value in obs.items()})
             stored = {**{key: value[None] for key, value in obs.items()}, **chosen}
             replay.add_batch(stored, np.array([0]))
@@ -194,7 +198,7 @@ def test_an_agent_of_your_own_is_trained_and_used(
     run([*command, "--agent", "bandit:BanditType"], tmp_path)
     refused = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert refused.returncode == 2
-    assert "(--agent bandit:BanditType) to have it imported" in refused.stderr
+    assert "say --agent bandit:BanditType, or --trust" in refused.stderr
     # What only reads a run's directory needs no code of its agent.
     (tmp_path / "bandit.py").unlink()
     monkeypatch.chdir(tmp_path)

@@ -24,7 +24,6 @@ from fleet_parts import (
 )
 
 from dreamfleet.agents import RandomAgent
-from dreamfleet.agents.random import RandomType
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
@@ -42,6 +41,7 @@ from dreamfleet.policy import BLUEPRINT, Blueprint, Policy
 from dreamfleet.roles.env import parallel_env
 from dreamfleet.roles.episodes import EpisodeServer
 from dreamfleet.training import StopTraining, final_evaluation, train
+from dreamfleet.trust import CodeRef
 
 ENVS = """
 import os
@@ -385,7 +385,9 @@ def test_between_two_rounds_environments_wait(tmp_path: Path) -> None:
 def test_rounds_trust_the_networks_that_the_run_itself_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(RandomType, "named_code", lambda self, config: ("nets:Own",))
+    monkeypatch.setattr(RunConfig, "named_code", property(lambda _: ["nets:Own"]))
+    own = [CodeRef("random.encoder", "nets:Own")]
+    monkeypatch.setattr("dreamfleet.policy.code_in", lambda _: own)
     config = small_run(
         tmp_path, launcher="serial", steps=0, target_score=1.0, eval_every=20, eval_episodes=1
     )
@@ -393,7 +395,7 @@ def test_rounds_trust_the_networks_that_the_run_itself_names(
     assert "nets:Own" not in caplog.text
     kinds = [each["kind"] for each in rows(tmp_path / "evaluations.jsonl")]
     assert {*kinds} == {"round", "final"}
-    with pytest.raises(ConfigError, match="with nets:Own, which"):
+    with pytest.raises(ConfigError, match="names nets:Own, which"):
         Policy.load(tmp_path, agent="random")
 
 

@@ -255,6 +255,9 @@ return found.reduce((count, each) => count + each.data.length, 0);
 """How many points of this name a chart has."""
 
 
+_CHECKED = ".q-checkbox[aria-checked=true]"
+
+
 def wait(page: Any, condition: str, *arguments: Any) -> None:
     page.wait_for_function(condition, arg=list(arguments), timeout=PATIENCE, polling=100)
 
@@ -304,9 +307,12 @@ def the_table_filters_and_draws_any_metric(page: Any) -> None:
         box = rows.filter(has_text=name).locator(".q-checkbox")
         if box.get_attribute("aria-checked") != "true":
             box.click()
+        rows.filter(has_text=name).locator(_CHECKED).wait_for(timeout=PATIENCE)
     page.get_by_text("Choose metrics").click()
     page.get_by_label("search").fill("train/loss/value")
-    page.locator(".metrics tr:has-text('train/loss/value') .q-checkbox").click()
+    metric = page.locator(".metrics tr:has-text('train/loss/value')")
+    metric.locator(".q-checkbox").click()
+    metric.locator(_CHECKED).wait_for(timeout=PATIENCE)
     joined = """([count]) => [...document.querySelectorAll('.chart.tall')].filter(element => {
         const chart = getElement(Number(element.id.slice(1))).chart;
         return chart && chart.getOption().series.some(each => each.name.includes('2 seeds'));

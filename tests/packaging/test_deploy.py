@@ -21,7 +21,7 @@ import pytest
 
 from dreamfleet.cli.arguments import function_options, parse
 from dreamfleet.cli.train import config_of
-from dreamfleet.fleet.binding import COORDINATOR_PORT
+from dreamfleet.fleet.binding import JOIN_PORT
 
 ROOT = Path(__file__).parents[2]
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
@@ -226,10 +226,10 @@ def test_the_ports_of_two_actors_and_an_evaluator_are_open() -> None:
         if each["kind"] == "NetworkPolicy"
     )
     (ports,) = policy["spec"]["ingress"][0]["ports"]
-    coordinator, actors, evaluator = 1, 2, 1
-    last = COORDINATOR_PORT + coordinator + actors + evaluator - 1
-    assert (ports["port"], ports["endPort"]) == (COORDINATOR_PORT, last)
-    assert f"`{COORDINATOR_PORT}-{last}`" in (ROOT / "docs/machines.md").read_text()
+    joining, actors, evaluator = 1, 2, 1
+    last = JOIN_PORT + joining + actors + evaluator - 1
+    assert (ports["port"], ports["endPort"]) == (JOIN_PORT, last)
+    assert f"`{JOIN_PORT}-{last}`" in (ROOT / "docs/machines.md").read_text()
 
 
 def test_compose_and_its_page_scale_with_the_same_command() -> None:

@@ -66,7 +66,7 @@ def test_the_round_trip_is_exact(minari: Any, tmp_path: Path) -> None:
     assert write_dataset(tmp_path / "run", tmp_path / "set", folders, "a/b-v0") == (3, 21)
     replay, blueprint = dataset_source(tmp_path / "set")
     assert blueprint.config.task == "bundled:dummy"
-    assert blueprint.config.env_options == {"size": [16, 16]}
+    assert blueprint.config.env_options == {"size": (16, 16)}
     assert blueprint.obs_space == worlds.MIXED
     assert blueprint.act_space == act
     back = list(reversed(stored_episodes([replay])))

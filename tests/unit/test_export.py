@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -194,10 +194,20 @@ def test_a_graph_that_is_off_is_not_written(tmp_path: Path, monkeypatch: Any) ->
     def off(feed: Any) -> dict[str, Any]:
         return {name: value + np.float32(0.001) for name, value in right(feed).items()}
 
-    object.__setattr__(graph, "reference", off)
+    graph = replace(graph, reference=off)
 
     with pytest.raises(ExportError, match=r"0\.\d+ off the policy.*nothing was written"):
         export(graph, seen(agent), tmp_path, format="stablehlo", steps=3)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("form", ["onnx", "stablehlo"])
+def test_networks_that_no_format_has_are_refused(form: Any, tmp_path: Path) -> None:
+    needs(form)
+    graph, agent = graph_of("vectors")
+    untraceable = replace(graph, function=lambda *inputs: (np.asarray(inputs[0]),))
+    with pytest.raises(ExportError, match=f"cannot be written as {form} .*use the other format"):
+        export(untraceable, seen(agent), tmp_path, format=form, steps=3)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -42,12 +42,13 @@ from dreamfleet.envs.layouts import (
 )
 from dreamfleet.envs.registry import check_given, check_name
 from dreamfleet.envs.wrappers import Bounds, affine_actions
-from dreamfleet.errors import MissingExtraError
+from dreamfleet.errors import ConfigError, MissingExtraError
 from dreamfleet.imports import load_module
 from dreamfleet.masks import ACTION_MASK
 from dreamfleet.spaces import LOG_PREFIX, Space, SpaceError, is_image
 
 Observe = Literal["state", "pixels", "both"]
+Vectorization = Literal["sync", "async", "vector_entry_point"]
 # Names of nested Dict spaces, the outermost first. A name may hold slashes itself.
 _Path = tuple[Any, ...]
 
@@ -57,7 +58,15 @@ _MOST_CLASSES = 256
 _MOST_INPUTS = 32_768
 
 # Options that every task of this suite has.
-_OWN = ("max_episode_steps", "obs", "render", "image_layout", "info_mask", "log_info")
+_OWN = (
+    "max_episode_steps",
+    "obs",
+    "render",
+    "image_layout",
+    "info_mask",
+    "log_info",
+    "vectorization",
+)
 
 # Names in `info` that most libraries use, often at the end of an episode only.
 _LOGGED = ("success", "is_success")
@@ -68,7 +77,8 @@ _MOST_UNLOGGED = 100
 
 
 class GymTranslation:
-    """Translates between the spaces of Gymnasium and ours.
+    """Translates between the spaces of Gymnasium and ours; `batched` observations and actions have
+    a leading axis.
 
     Raises:
         SpaceError: A space that no agent supports.
@@ -76,7 +86,12 @@ class GymTranslation:
     """
 
     def __init__(
-        self, observation_space: Any, action_space: Any, image_layout: Asked = None
+        self,
+        observation_space: Any,
+        action_space: Any,
+        image_layout: Asked = None,
+        *,
+        batched: bool = False,
     ) -> None:
         self._readers: dict[str, tuple[_Path, Callable[[Any], NDArray[Any]]]] = {}
         self._writers: dict[_Path, tuple[str, Callable[[Any], Any]]] = {}
@@ -111,7 +126,7 @@ class GymTranslation:
         self.notes = [note for note in self.notes if note]
         for path, space in _leaves(action_space, "action").items():
             key = _joined(path) or "action"
-            self.act_space[key], write = _action(space, key)
+            self.act_space[key], write = _action(space, key, batched=batched)
             self._writers[path] = key, write
 
     def observe(self, observation: Any) -> Arrays:
@@ -176,15 +191,7 @@ class GymEnv(EpisodicEnv):
                     "The environment has an observation 'image' already: use obs='state'."
                 )
             obs_space["image"] = Space(np.uint8, self._first_frame().shape)
-        asked = (log_info,) if isinstance(log_info, str) else log_info or ()
-        # Gymnasium's own environments report no success, and each key makes a step slower.
-        inner = type(getattr(env, "unwrapped", env)).__module__
-        usual = () if inner.startswith("gymnasium.envs.") else _LOGGED
-        self._logged = {
-            key: name
-            for name in (*usual, *asked)
-            if (key := name if name.startswith(LOG_PREFIX) else LOG_PREFIX + name) not in obs_space
-        }
+        self._logged = logged_names(env, log_info, obs_space)
         self.unlogged: list[str] = []
         obs_space |= dict.fromkeys(self._logged, Space(np.float32))
         super().__init__(obs_space, translation.act_space)
@@ -216,7 +223,7 @@ class GymEnv(EpisodicEnv):
         if self._pixels:
             result["image"] = self._frame()
         if info:
-            result |= {key: _loggable(info.get(name)) for key, name in self._logged.items()}
+            result |= {key: loggable_number(info.get(name)) for key, name in self._logged.items()}
             self._find_unlogged(info)
         elif self._logged:
             result |= dict.fromkeys(self._logged, _MISSING)
@@ -227,7 +234,11 @@ class GymEnv(EpisodicEnv):
             if not isinstance(name, str) or not name.startswith(LOG_PREFIX):
                 continue
             new = name not in self.obs_space and name not in self.unlogged
-            if new and len(self.unlogged) < _MOST_UNLOGGED and _loggable(value) is not _MISSING:
+            if (
+                new
+                and len(self.unlogged) < _MOST_UNLOGGED
+                and loggable_number(value) is not _MISSING
+            ):
                 self.unlogged.append(name)
 
     def _first_frame(self) -> NDArray[np.uint8]:
@@ -321,11 +332,8 @@ def constructor(name: str) -> Callable[..., Env] | None:
         close = difflib.get_close_matches(short, gymnasium.registry, n=1, cutoff=0.8)
         hint = f"did you mean {close[0]}?" if close else "check the spelling."
         raise UnknownTaskError(f"The module {module!r} registers no {short}: {hint}") from None
-    if spec.entry_point is None:
-        raise UnknownTaskError(
-            f"gym:{name} is a vector environment, which is not supported: register a single one, "
-            "and Dreamfleet makes several."
-        )
+    if spec.entry_point is None:  # there is a vector environment only
+        return functools.partial(_make, short, vectorization="vector_entry_point")
     return functools.partial(_make, short)
 
 
@@ -338,10 +346,28 @@ def _make(
     image_layout: Asked = None,
     info_mask: bool = False,
     log_info: str | tuple[str, ...] | None = None,
+    vectorization: Vectorization | bool = False,
+    num_envs: int = 1,
     **options: Any,
-) -> Env:
+) -> Any:
     try:
         spec = gymnasium.spec(name)
+        if vectorization:
+            from dreamfleet.envs.lanes import VectorLanes
+
+            if obs != "state":
+                raise ConfigError(
+                    f"obs={obs} is for single environments: leave it or vectorization out."
+                )
+            if render:
+                options["render_mode"] = "rgb_array"
+                _quiet_pygame()
+            mode = None if vectorization is True else vectorization
+            wrappers: dict[str, Any] = {"wrappers": [MaskFromInfo]} if info_mask else {}
+            lanes = gymnasium.make_vec(name, num_envs, mode, **wrappers, **options)
+            return VectorLanes(
+                lanes, num_envs, seed=seed, image_layout=image_layout, log_info=log_info
+            )
         known = _creator_parameters(spec.entry_point)
         anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
         own = {*known, *_OWN} - {"render_mode"}
@@ -385,7 +411,23 @@ def _only_number(reward: Any) -> float:
     raise SpaceError(f"The reward is {reward!r:.100}: return one number.")
 
 
-def _loggable(value: Any) -> NDArray[np.float32]:
+def logged_names(
+    env: Any, log_info: str | Sequence[str] | None, obs_space: Spaces
+) -> dict[str, str]:
+    """The names in `info` to log, by their key."""
+    asked = (log_info,) if isinstance(log_info, str) else log_info or ()
+    # Gymnasium's own environments report no success, and each key makes a step slower.
+    spec, inner = getattr(env, "spec", None), getattr(env, "unwrapped", env)
+    modules = {type(inner).__module__, str(getattr(spec, "entry_point", ""))}
+    own = any(module.startswith("gymnasium.envs.") for module in modules)
+    return {
+        key: name
+        for name in (*(() if own else _LOGGED), *asked)
+        if (key := name if name.startswith(LOG_PREFIX) else LOG_PREFIX + name) not in obs_space
+    }
+
+
+def loggable_number(value: Any) -> NDArray[np.float32]:
     """A number to log; `_MISSING` for anything else."""
     if value is None or isinstance(value, (str, Mapping)) or np.size(value) != 1:
         return _MISSING
@@ -473,7 +515,7 @@ def _observation(
     raise _unsupported(f"Observation {key!r} is a {kind} space", wrapper)
 
 
-def _action(space: Any, key: str) -> tuple[Space, Callable[[Any], Any]]:
+def _action(space: Any, key: str, *, batched: bool) -> tuple[Space, Callable[[Any], Any]]:
     kind = type(space).__name__
     dtype = space.dtype
     if 0 in (space.shape or ()):
@@ -483,11 +525,11 @@ def _action(space: Any, key: str) -> tuple[Space, Callable[[Any], Any]]:
             Space(np.float32, space.shape, space.low, space.high),
             lambda value: np.asarray(value, dtype),
         )
-    if kind == "Discrete":
+    if kind == "Discrete" and not batched:
         target, start = _discrete(space)
         # A plain integer: environments use it as an index or a dictionary key.
         return target, lambda value: int(value) + start
-    if kind == "MultiDiscrete":
+    if kind in ("Discrete", "MultiDiscrete"):
         target, start = _discrete(space)
         return target, lambda value: np.asarray(value + start, dtype)
     if kind == "MultiBinary":
@@ -512,13 +554,19 @@ def _box(space: Any, key: str, *, flat: bool) -> tuple[Space, Callable[[Any], ND
     # More axes are for a custom encoder, and the default decoder predicts floats for them.
     if dtype.kind in "iub" and small and np.all(low >= 0) and len(shape) <= 2:
         target = Space(np.int32, shape, 0, high + 1)
-        return target, lambda value: as_integers(key, value, np.int32).reshape(shape)
+        return target, lambda value: _reshaped(as_integers(key, value, np.int32), space, shape)
     with np.errstate(over="ignore"):
         low, high = low.astype(np.float32), high.astype(np.float32)
     target = Space(np.float32, shape, low, high)
     if shape == space.shape:
         return target, lambda value: np.asarray(value, np.float32)
-    return target, lambda value: np.asarray(value, np.float32).reshape(shape)
+    return target, lambda value: _reshaped(np.asarray(value, np.float32), space, shape)
+
+
+def _reshaped(value: NDArray[Any], space: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+    """A value of a space in another shape; a leading axis stays."""
+    lead = value.shape[: max(0, value.ndim - len(space.shape))]
+    return value.reshape((*lead, *shape))
 
 
 def _discrete(space: Any) -> tuple[Space, Any]:

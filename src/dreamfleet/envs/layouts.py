@@ -75,7 +75,8 @@ class Layout:
         array = np.asarray(value)
         if self.plain:
             return as_integers(self.key, array, np.uint8)
-        if array.shape != self.shape:
+        lead = array.ndim - len(self.shape)  # a batch has a leading axis
+        if array.shape[max(0, lead) :] != self.shape:
             raise SpaceError(
                 f"Observation {self.key!r} has shape {array.shape}, but its space says "
                 f"{self.shape}: correct the space or the value."
@@ -84,7 +85,10 @@ class Layout:
             pixels = as_integers(self.key, array, np.uint8)
         else:
             pixels = self._brightness(array)
-        return np.ascontiguousarray(pixels.transpose(self._order).reshape(self.image))
+        if not lead:
+            return np.ascontiguousarray(pixels.transpose(self._order).reshape(self.image))
+        order = [0, *(1 + axis for axis in self._order)]
+        return np.ascontiguousarray(pixels.transpose(order).reshape(-1, *self.image))
 
     @cached_property
     def _order(self) -> list[int]:

@@ -21,7 +21,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from dreamfleet.envs.base import Env, EnvError, UnknownTaskError
 from dreamfleet.envs.wrappers import (
@@ -38,6 +38,9 @@ from dreamfleet.envs.wrappers import (
 from dreamfleet.errors import ConfigError, MissingExtraError, did_you_mean
 from dreamfleet.imports import load_object
 from dreamfleet.settings import Count, CountOrZero, convert
+
+if TYPE_CHECKING:
+    from dreamfleet.envs.lanes import Lanes
 
 PROGRAM = "__main__:"
 """The start of the names of tasks that only one program has."""
@@ -218,12 +221,56 @@ def make_env(
         ConfigError: The task has no such option, or its value cannot work.
         SpaceError: The environment's spaces cannot be used.
     """
+    given = (repeat, time_limit, size, image_layout, action_bounds, log_info)
+    return _make(task, None, seed, dict(zip(GENERAL, given, strict=True)), options)
+
+
+def make_lanes(task: Task, lanes: int, *, seed: int = 0, **options: Any) -> Lanes:
+    """A vectorised environment of so many lanes; see `dreamfleet.envs.lanes` and `make_env`.
+
+    Raises:
+        As `make_env`; also for an option that cannot be applied to lanes.
+    """
+    defaults: dict[str, Any] = {**dict.fromkeys(GENERAL), "time_limit": 0}
+    general = {name: options.pop(name, value) for name, value in defaults.items()}
+    return cast("Lanes", _make(task, lanes, seed, general, options))
+
+
+def is_vectorised(task: Task, options: Mapping[str, Any]) -> bool:
+    """Whether a task makes vector environments: a factory with a parameter `num_envs`, or a task of
+    `gym:` with the option `vectorization`."""
+    make = _constructor(task) if isinstance(task, str) else task
+    try:
+        parameters = inspect.signature(make).parameters
+    except (TypeError, ValueError):
+        return False
+    if isinstance(task, str) and _in_suite(task):
+        known = parameters.get("vectorization")
+        return known is not None and bool(options.get("vectorization", known.default))
+    return "num_envs" in parameters
+
+
+def by_number(
+    make: Callable[..., Any], task: Task, options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """A function that makes environments of a task by their number, and whose `vectorised` says
+    whether it takes `lanes`. That imports the task, which only an environment process may do."""
+    result = functools.partial(make)
+    result.vectorised = functools.partial(is_vectorised, task, options)  # type: ignore[attr-defined]
+    return result
+
+
+def _make(
+    task: Task, lanes: int | None, seed: int, general: dict[str, Any], options: dict[str, Any]
+) -> Wrapper:
+    """One environment, or one of so many lanes."""
     make = _constructor(task) if isinstance(task, str) else task
     # Options are checked by our own annotations; those of other packages may mean anything.
     ours = isinstance(task, str) and _in_suite(task)
     accepted = inspect.signature(make, eval_str=ours).parameters
-    given = (repeat, time_limit, size, image_layout, action_bounds, log_info)
-    general: dict[str, Any] = dict(zip(GENERAL, given, strict=True))
+    vectorised = is_vectorised(task, options)
+    if "num_envs" in options and (vectorised or ours):
+        raise ConfigError("num_envs is not an option: set envs and envs_per_process.")
     for name, value in general.items():
         if ours or name not in accepted:
             convert(name, value, GENERAL[name])
@@ -239,15 +286,38 @@ def make_env(
             check_name(str(task), name, accepted.keys() - {"seed"})
         if ours and name in accepted:
             convert(name, value, accepted[name].annotation)
-    check_given(name_of(task).removeprefix(PROGRAM), accepted, {"seed", *options})
-    env = _build(task, make, options, seed)
-    if not ours:  # suites are native, seeded, and have their images as agents take them
+    owner = name_of(task).removeprefix(PROGRAM)
+    check_given(owner, accepted, {"seed", *options, *(("num_envs",) if vectorised else ())})
+    action_bounds = general["action_bounds"]
+    if vectorised:
+        if (general["repeat"] or 1) > 1:
+            raise ConfigError(
+                f"repeat cannot be applied to the lanes of {owner}: repeat actions in the factory, "
+                "and leave it out."
+            )
+        from dreamfleet.envs.lanes import Lanes, OneLane, VectorLanes
+
+        count = lanes or 1
+        core: Any = _build(task, make, {**options, "num_envs": count}, seed)
+        if not isinstance(core, VectorLanes):
+            layout, names = general["image_layout"], general["log_info"]
+            core = VectorLanes(core, count, seed=seed, image_layout=layout, log_info=names)
+        core.limit_time(general["time_limit"])
+        if lanes:
+            return Lanes(core, action_bounds, general["size"])
+        env: Any = OneLane(core)
+        general["time_limit"] = 0
+    else:
+        env = _build(task, make, options, seed)
+    if (
+        not ours and not vectorised
+    ):  # suites are native, seeded, and have their images as agents take them
         env = adapt(env, seed=seed, **{name: general[name] for name in _NOT_OF_SUITES})
-    made = env
+    made = core if vectorised else env
     if (general["repeat"] or 1) > 1:
         env = ActionRepeat(env, general["repeat"])
-    if time_limit:
-        env = TimeLimit(env, time_limit)
+    if general["time_limit"]:
+        env = TimeLimit(env, general["time_limit"])
     env = UnifyDtypes(env)
     if general["size"]:
         env = ResizeImages(env, general["size"])
@@ -319,8 +389,8 @@ def adapt(
         return arranged if arranged.useful else cast(Env, env)
     if hasattr(env, "num_envs") and hasattr(env, "step"):
         raise EnvError(
-            f"{type(env).__name__} is a vector environment, which is not supported: return one "
-            f"environment, and Dreamfleet makes envs={env.num_envs} of them."
+            f"{type(env).__name__} is a vector environment: give its factory a parameter num_envs, "
+            f"or return one environment, and Dreamfleet makes envs={env.num_envs} of them."
         )
     if hasattr(env, "observation_space") and hasattr(env, "action_space"):
         from dreamfleet.envs.gym import GymEnv

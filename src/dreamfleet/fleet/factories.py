@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from dreamfleet.agents.api import Player
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import env_seed, make_env
-from dreamfleet.envs.registry import Task
+from dreamfleet.envs.registry import Task, by_number, make_lanes
 from dreamfleet.imports import load_object
 from dreamfleet.metrics import (
     JsonlOutput,
@@ -60,19 +60,29 @@ def factories(
         make_agent=partial(agent, config, env, spaces),
         make_replay_train=partial(replay, config, "replay"),
         make_replay_eval=partial(replay, config, "eval_replay"),
-        make_env_train=partial(environment, config, env),
-        make_env_eval=partial(environment, config, env),
+        make_env_train=environments(config, env),
+        make_env_eval=environments(config, env),
         make_stream=partial(stream, config),
         make_logger=partial(logger, config, outputs),
     )
 
 
-def environment(config: RunConfig, env: Task | None, envid: int, attempt: int = 0) -> Any:
+def environments(config: RunConfig, env: Task | None) -> Callable[..., Any]:
+    """Makes the run's environments by their number; see `environment`."""
+    task = env or config.task
+    return by_number(partial(environment, config, env), task, config.env_options)
+
+
+def environment(
+    config: RunConfig, env: Task | None, envid: int, attempt: int = 0, lanes: int = 0
+) -> Any:
     """One of the run's environments, with a seed of its own; one that is built again after it has
-    failed gets another seed, and plays other episodes."""
+    failed gets another seed, and plays other episodes. With `lanes` it holds so many."""
     seed = env_seed(config.host_seed, envid)
     if attempt:
         seed = env_seed(seed, attempt)
+    if lanes:
+        return make_lanes(env or config.task, lanes, seed=seed, **config.env_options)
     return make_env(env or config.task, seed=seed, **config.env_options)
 
 

@@ -30,7 +30,7 @@ from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.files import temporary_folder
 from dreamfleet.fleet.claim import claim_directory
 from dreamfleet.fleet.env_probe import probe_in_subprocess
-from dreamfleet.fleet.factories import environment
+from dreamfleet.fleet.factories import environment, environments
 from dreamfleet.fleet.launchers import ONE_THREAD, Worker
 from dreamfleet.fleet.launchers.local import LocalLauncher, LocalWorker
 from dreamfleet.fleet.nodes import POLL_SECONDS
@@ -428,7 +428,7 @@ class _Workers:
         # Ids are used again, by other machines too: their environments play other episodes.
         seed = env_seed(self._config.seed, JOINED + order.incarnation)
         config = replace(self._config, seed=seed)
-        make, ids = partial(environment, config, None), order.ids
+        make, ids = environments(config, None), order.ids
         health = health_path(config, f"env-{ids[0]}")
         self._before.setdefault(health, read_health(health))
         Health(health)  # clears what its predecessor was doing

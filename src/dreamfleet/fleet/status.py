@@ -571,7 +571,7 @@ class _LoggerQuestions:
             self.error = f": {str(error).rstrip('.')}"
 
     def close(self) -> None:
-        self._client.close()
+        self._client.close(0.0)  # a question that was not sent is dropped
 
 
 class _Progress:

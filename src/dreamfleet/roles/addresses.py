@@ -22,7 +22,6 @@ from typing import Literal, Protocol
 from dreamfleet.config import RunConfig
 from dreamfleet.files import atomic_write
 from dreamfleet.transport.address import AUTO, parse, serves_nobody
-from dreamfleet.transport.shortcut import remove_shortcut
 
 RoleName = Literal["actor", "learner", "replay", "logger", "evaluator"]
 SERVERS: tuple[RoleName, ...] = ("actor", "learner", "replay", "logger", "evaluator")
@@ -161,6 +160,5 @@ def _remove_socket(address: str) -> None:
         return
     if serves_nobody(parsed.path):  # else it is another run's, whose directory was copied
         parsed.path.unlink(missing_ok=True)
-        remove_shortcut(parsed.path)
     with suppress(OSError):  # not ours alone
         parsed.path.parent.rmdir()

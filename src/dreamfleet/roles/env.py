@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -82,7 +83,11 @@ def parallel_env(
     with user_code:
         make = unpack(make_env)
     watchdog = Watchdog(args.env_timeout)
-    envs = [RestartedEnv(make, each, args, health, watchdog, in_run) for each in ids]
+    # Rounds of evaluation step all environments together.
+    in_rounds = is_eval and bool(args.eval_every or not in_run)
+    count = 1 if in_rounds else args.env_lanes
+    lanes = make_lanes(make, ids, args, health, watchdog, is_eval, count, in_run, incarnation)
+    envs = [env for lane in lanes for env in lane.envs]
     for env in envs:
         env.build()
     watchdog.pause()
@@ -90,10 +95,6 @@ def parallel_env(
         server = find_server(args, "evaluator")
     else:  # `env_workers` puts those of one actor together
         server = find_server(args, "actor", ids[0] % args.actors)
-    # Rounds of evaluation step all environments together.
-    in_rounds = is_eval and bool(args.eval_every or not in_run)
-    sent = fenced(ids, incarnation)
-    lanes = split_lanes(envs, sent, is_eval, 1 if in_rounds else args.env_lanes)
     with Client(server, f"env-{ids[0]}", len(lanes), keys=args.run_keys) as client:
         close_when_stopped(client)
         try:
@@ -149,13 +150,42 @@ def _step_all(
             stop.wait(pause)
 
 
+def make_lanes(
+    make: Callable[..., Any],
+    ids: Sequence[int],
+    args: RunConfig,
+    health: Health,
+    watchdog: Watchdog,
+    is_eval: bool,
+    count: int = 1,
+    in_run: bool = True,
+    incarnation: int = 0,
+) -> list[Lane]:
+    """Environments in so many groups of nearly the same size; in fewer, if there are fewer. If the
+    task is vectorised, each group is one environment."""
+    sent = fenced(ids, incarnation)
+    with user_code:
+        vectorised = getattr(make, "vectorised", lambda: False)()
+    restarted = partial(RestartedEnv, args=args, health=health, watchdog=watchdog, in_run=in_run)
+    if not vectorised:
+        return split_lanes([restarted(make, each) for each in ids], sent, is_eval, count)
+    lanes: list[Lane] = []
+    for a, b in _parts(len(ids), count):
+        env = restarted(partial(make, lanes=b - a), ids[a])
+        lanes.append(VectorLane([env], sent[a:b], is_eval))
+    return lanes
+
+
 def split_lanes(
     envs: Sequence[RestartedEnv], ids: Sequence[int], is_eval: bool, count: int
 ) -> list[Lane]:
     """Environments in so many groups of nearly the same size; in fewer, if there are fewer."""
-    count = min(count, len(envs))
-    bounds = [len(envs) * lane // count for lane in range(count + 1)]
-    return [Lane(envs[a:b], ids[a:b], is_eval) for a, b in pairwise(bounds)]
+    return [Lane(envs[a:b], ids[a:b], is_eval) for a, b in _parts(len(envs), count)]
+
+
+def _parts(size: int, count: int) -> Iterable[tuple[int, int]]:
+    count = min(count, size)
+    return pairwise([size * part // count for part in range(count + 1)])
 
 
 class Lane:
@@ -182,15 +212,24 @@ class Lane:
         how many."""
         if self.reply is not None and not self.take():
             return 0
-        rows = [env.step(action) for env, action in zip(self.envs, self.actions, strict=True)]
-        self.actions = [None] * len(self.envs)
-        self._sent = [place for place, row in enumerate(rows) if row is not None]
-        obs = self._block.fill(rows, [env.failures for env in self.envs])
+        obs = self._observe()
         if obs is not None:
             self.reply = client.call_block("act", obs)
         else:
             self.due = min((env.due for env in self.envs if not env.built), default=0.0)
         return len(self._sent)
+
+    def _observe(self) -> dict[str, NDArray[Any]] | None:
+        """Step the environments; returns what they observe, None if nothing."""
+        rows = [env.step(action) for env, action in zip(self.envs, self.actions, strict=True)]
+        self.actions = [None] * len(self.envs)
+        self._sent = [place for place, row in enumerate(rows) if row is not None]
+        return self._block.fill(rows, [env.failures for env in self.envs])
+
+    def _act(self, actions: dict[str, NDArray[Any]]) -> None:
+        """Take the actions of the environments whose observations were sent."""
+        for row, place in enumerate(self._sent):
+            self.actions[place] = {key: value[row] for key, value in actions.items()}
 
     def take(self) -> bool:
         """Take the answer; returns whether the next step may be made at once."""
@@ -212,8 +251,7 @@ class Lane:
             return False
         else:
             self._refused_since = None
-            for row, place in enumerate(self._sent):
-                self.actions[place] = {key: value[row] for key, value in actions.items()}
+            self._act(actions)
         return True
 
     def _on_occupied(self, error: RemoteError) -> None:
@@ -225,6 +263,26 @@ class Lane:
             self._refused_since = now
         elif now - self._refused_since > _REFUSED_SECONDS:
             raise error
+
+
+class VectorLane(Lane):
+    """The lanes of one vectorised environment, which fail together."""
+
+    def _observe(self) -> dict[str, NDArray[Any]] | None:
+        env = self.envs[0]
+        obs = env.step(self.actions[0])
+        self.actions = [None]
+        self._sent = [] if obs is None else np.flatnonzero(env.present).tolist()
+        return self._block.fill_lanes(obs, self._sent, env.failures)
+
+    def _act(self, actions: dict[str, NDArray[Any]]) -> None:
+        if len(self._sent) == len(self.ids):
+            self.actions = [actions]
+            return
+        spread = {k: np.zeros((len(self.ids), *v.shape[1:]), v.dtype) for k, v in actions.items()}
+        for key, value in spread.items():
+            value[self._sent] = actions[key]
+        self.actions = [spread]
 
 
 class RestartedEnv:
@@ -283,7 +341,9 @@ class RestartedEnv:
         try:
             with user_code:
                 env = self._make(self._envid, **again)
-            self._reset_action = noop(without_reset(env.act_space))
+            self._reset_action = getattr(env, "reset_action", None)  # of lanes
+            if self._reset_action is None:
+                self._reset_action = noop(without_reset(env.act_space))
             self._env = env
         except UnknownTaskError:
             self._health.give_up()  # this machine does not have its package, nor will it in a while
@@ -302,24 +362,32 @@ class RestartedEnv:
         if self._env is None:
             return None
         self._watchdog.reset()
-        reset = action is None or bool(action[RESET])
+        reset = action is None or bool(np.all(action[RESET]))
         self._health.now("resetting" if reset else "stepping", self._envid)
         self._episode_steps = 0 if reset else self._episode_steps + 1
         try:
             with user_code:
                 obs = self._env.step(self._reset_action if action is None else action)
-            last = bool(obs["is_last"])
+            last = bool(np.any(obs["is_last"]))
         except NotFiniteError as error:
             self._not_finite(error, rebuild=reset)
             return None
         except Exception as error:
             self._failed(error)
             return None
+        if found := getattr(self._env, "not_finite", None):  # in some lanes
+            self._not_finite(found, rebuild=False)
         self._steps += 1
         if last or self._steps % PROGRESS_STEPS == 0:
             self._in_a_row = 0
             self._health.progress()
         return obs
+
+    @property
+    def present(self) -> NDArray[np.bool_]:
+        """The lanes that have an observation."""
+        rows: NDArray[np.bool_] = self._env.present
+        return rows
 
     def close(self) -> None:
         """Close the environment. An error of it is only logged: it is not needed any more."""
@@ -405,9 +473,8 @@ class ObservationBlock:
         if self._block is None:
             first = {k: np.asarray(v) for k, v in (observations[present[0]] or {}).items()}
             size = len(observations)
-            arrays = {k: np.zeros((size, *v.shape), v.dtype) for k, v in first.items()}
-            self._block = Block({**self._fixed, **arrays})
-            self._arrays = {key: self._block[key] for key in arrays}
+            self._allocate({k: np.zeros((size, *v.shape), v.dtype) for k, v in first.items()})
+        assert self._block is not None
         for row, obs in enumerate(observations):
             if obs is not None:
                 for key, array in self._arrays.items():
@@ -416,6 +483,26 @@ class ObservationBlock:
         if len(present) == len(observations):
             return self._block
         return {key: value[present] for key, value in self._block.items()}
+
+    def fill_lanes(
+        self, obs: dict[str, NDArray[Any]] | None, present: Sequence[int], failures: int
+    ) -> dict[str, NDArray[Any]] | None:
+        """The same for the lanes of one environment, whose failures the first lane counts."""
+        if obs is None or not present:
+            return None
+        if self._block is None:
+            self._allocate({key: np.zeros_like(value) for key, value in obs.items()})
+        assert self._block is not None
+        for key, array in self._arrays.items():
+            array[...] = obs[key]
+        self._block["failures"][0] = failures
+        if len(present) == len(self._block["failures"]):
+            return self._block
+        return {key: value[present] for key, value in self._block.items()}
+
+    def _allocate(self, arrays: dict[str, NDArray[Any]]) -> None:
+        self._block = Block({**self._fixed, **arrays})
+        self._arrays = {key: self._block[key] for key in arrays}
 
 
 class Watchdog:

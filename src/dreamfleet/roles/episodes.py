@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.agents.api import Arrays, Mode, Player
+from dreamfleet.agents.api import Arrays, Mode, Player, take_rows
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.metrics.episodes import Episode, EpisodeStats
 from dreamfleet.metrics.evaluations import Played
@@ -375,7 +375,8 @@ class _Round:
             self._finish(episode, bool(cut[episode.envid]))
         carry, slots = self._carries.take(self._places, first)
         carry, actions, _ = self._agent.policy(carry, without_logs(obs), self._mode)
-        self._carries.put(slots, carry)
+        # Lanes that wait for others of their environment are in the middle of an episode.
+        self._carries.put(slots[there], take_rows(carry, there))
         # Those that still are in an episode of the round before begin a new one.
         reset: NDArray[np.bool_] = over | ~self._running
         self._running &= ~over

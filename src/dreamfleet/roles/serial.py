@@ -30,7 +30,7 @@ from dreamfleet.roles import logger as logging_role
 from dreamfleet.roles import replay as replay_role
 from dreamfleet.roles.actor import Actor
 from dreamfleet.roles.addresses import listen_address, publish_address
-from dreamfleet.roles.env import Lane, RestartedEnv, Watchdog
+from dreamfleet.roles.env import Lane, Watchdog, make_lanes
 from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.learner import EARLY_SECONDS, Learner
 from dreamfleet.roles.logger import Logger, ScoreReader
@@ -219,10 +219,10 @@ class SerialRunner:
         for make, ids, is_eval in ((make_train, train, False), (make_eval, evaluation, True)):
             for first in range(0, 0 if args.offline else len(ids), args.policy_batch):
                 mine = ids[first : first + args.policy_batch]
-                envs = [RestartedEnv(make, each, args, self._health, Watchdog(0)) for each in mine]
-                for env in envs:
+                [lane] = make_lanes(make, mine, args, self._health, Watchdog(0), is_eval)
+                for env in lane.envs:
                     env.build()
-                self._lanes.append(Lane(envs, mine, is_eval))
+                self._lanes.append(lane)
         return not self._progress.stopped
 
     # --- the turns -------------------------------------------------------------------------------
@@ -312,6 +312,7 @@ class SerialRunner:
         self._learner.finish_replay()
         while self._learner.updates_left() and self._limiter.can_sample():
             self._learn()
+        settle(self._agent)
         self._scores.poll()
         self._log()
         self._saver.save()

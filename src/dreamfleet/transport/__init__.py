@@ -2,7 +2,7 @@
 
 A `Server` offers functions, a `Client` calls them and gets a `Future`; a `BatchServer` answers
 many callers with one computation. Read `wire` for what travels, `codec` for how values become
-bytes, then `server` and `client`.
+bytes, then `server` and `client`; `local` and `remote` carry the bytes.
 """
 
 from dreamfleet.transport.address import resolve

@@ -51,7 +51,7 @@ class Address:
     @property
     def endpoint(self) -> str:
         """What libzmq is told. In-process names are socket files in a private directory, so that
-        they behave like every other connection: they are lost, found again and limited."""
+        they behave like every other connection."""
         return self.text if self.kind == "tcp" else f"ipc://{self.path}"
 
     @property
@@ -142,7 +142,7 @@ def prepare(address: Address) -> None:
             f"The directory {directory} of a socket file must be yours alone: run 'chmod 700 "
             f"{directory}', name another directory, or use ipc://{AUTO}."
         )
-    # libzmq replaces a socket file without asking, which would steal a living server's address.
+    # A server replaces the file of a dead one; it must not steal a living server's address.
     if not serves_nobody(address.path):
         raise AddressError(f"Another server is already running at {address.text}.")
 

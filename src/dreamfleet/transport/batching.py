@@ -20,12 +20,10 @@ from numpy.typing import NDArray
 from dreamfleet.transport import wire
 from dreamfleet.transport.codec import (
     ARRAY,
-    PLAIN,
     SCALAR,
     TUPLE,
     Buffer,
     Encoded,
-    Plain,
     Schema,
     assemble,
     check_data,
@@ -35,36 +33,32 @@ from dreamfleet.transport.codec import (
     parse_schema,
 )
 from dreamfleet.transport.errors import MessageError, RemoteError, Timeout, TransportError
+from dreamfleet.transport.listening import Origin
+from dreamfleet.transport.loop import WorkQueue
 from dreamfleet.transport.posting import PostFn, PostQueue
 from dreamfleet.transport.security import Identify, Keys, Revoked
-from dreamfleet.transport.server import BaseServer, Origin, WorkQueue, error_frames
+from dreamfleet.transport.server import BaseServer, error_frames
 
 WorkFn = Callable[..., tuple[Any, Any]]
 _FOREVER = float("inf")
 
-# What every item of a batch must agree on: per leaf its place, dtype, shape, and whether it is a
-# number of Python's.
-Signature = tuple[tuple[tuple[str, ...], Any, tuple[int, ...], bool], ...]
+# What every item of a batch must agree on: per leaf its place, dtype and shape.
+Signature = tuple[tuple[tuple[str, ...], Any, tuple[int, ...]], ...]
 
 
 @dataclass(slots=True)
 class Request:
-    """One caller's item, or block of items along a leading axis. What its message announces has
-    been compared with what came."""
+    """One caller's block of items along a leading axis. What its message announces has been
+    compared with what came."""
 
     peer: bytes
     number: int
-    rows: int  # 0: one item without a leading axis
+    rows: int
     schema: Schema
-    plain: list[Plain]
     blob: bytes
-    frames: list[Buffer]
+    frames: Sequence[Buffer]
     signature: Signature  # the same object for requests that are alike
     arrived: float
-
-    @property
-    def items(self) -> int:
-        return self.rows or 1
 
     def leaf(self, index: int) -> Any:
         """One of the array-like leaves."""
@@ -78,7 +72,7 @@ class Request:
     @property
     def args(self) -> Any:
         """The arguments of the call."""
-        return assemble(self.schema, self.plain, self.leaves)
+        return assemble(self.schema, (), self.leaves)
 
 
 Check = Callable[[Origin, Request], None]
@@ -128,6 +122,7 @@ class BatchServer(BaseServer):
         insecure: Listen on the network without keys, for everyone.
         identify: See `Server`.
         revoked: See `Server`.
+        local: See `Server`.
     """
 
     def __init__(
@@ -137,6 +132,7 @@ class BatchServer(BaseServer):
         keys: Keys | None = None,
         *,
         insecure: bool = False,
+        local: str = "",
         identify: Identify | None = None,
         revoked: Revoked | None = None,
     ) -> None:
@@ -145,6 +141,7 @@ class BatchServer(BaseServer):
             name,
             keys,
             insecure,
+            local,
             identify=identify,
             revoked=revoked,
             deadline=self._next_deadline,
@@ -250,7 +247,7 @@ class BatchServer(BaseServer):
             peers = {request.peer for request in batcher.waiting}
             there = {peer for peer in peers if self._loop.connected(peer)}
             batcher.waiting = deque(r for r in batcher.waiting if r.peer in there)
-            batcher.rows = sum(request.items for request in batcher.waiting)
+            batcher.rows = sum(request.rows for request in batcher.waiting)
             self._loop.wake_reader()
 
     def _start_threads(self) -> None:
@@ -327,8 +324,10 @@ class BatchServer(BaseServer):
         for batcher in self._methods.values():
             self._dispatch(batcher)
 
-    def _on_call(self, origin: Origin, header: wire.Header, frames: list[Any]) -> None:
+    def _on_call(self, origin: Origin, header: wire.Header, frames: Sequence[Any]) -> None:
         batcher: _Batcher = self._method(header.method, origin.identity.role)
+        if not header.rows:
+            raise MessageError(f"{header.method!r} takes blocks of items: use `call_block`.")
         schema = parse_schema(header.schema)
         check_data(schema, header.plain, header.blob, frames)
         request = Request(
@@ -336,16 +335,15 @@ class BatchServer(BaseServer):
             header.id,
             header.rows,
             schema,
-            header.plain,
             header.blob,
             frames,
-            signature_of(schema, header.plain, header.rows),
+            signature_of(schema, header.rows),
             time.monotonic(),
         )
         if batcher.check:
             batcher.check(origin, request)
         batcher.waiting.append(request)
-        batcher.rows += request.items
+        batcher.rows += request.rows
         if batcher.rows >= batcher.batch:
             self._dispatch(batcher)
 
@@ -358,7 +356,7 @@ class BatchServer(BaseServer):
             requests = _take(batcher)
             batcher.seconds["wait"] += now - requests[0].arrived
             requests = self._agreeing(batcher, requests)
-            items = sum(r.items for r in requests)
+            items = sum(r.rows for r in requests)
             batcher.counts["batches"] += 1
             batcher.counts["items"] += items
             number = batcher.posts.reserve(items) if batcher.posts else 0
@@ -415,52 +413,44 @@ class BatchServer(BaseServer):
 def _take(batcher: _Batcher) -> list[Request]:
     """The oldest requests that fill a batch, without splitting a block."""
     taken = [batcher.waiting.popleft()]
-    rows = taken[0].items
-    while batcher.waiting and rows + batcher.waiting[0].items <= batcher.batch:
+    rows = taken[0].rows
+    while batcher.waiting and rows + batcher.waiting[0].rows <= batcher.batch:
         taken.append(batcher.waiting.popleft())
-        rows += taken[-1].items
+        rows += taken[-1].rows
     batcher.rows -= rows
     return taken
 
 
 # --- stacking requests and splitting results -----------------------------------------------------
 
-_PYTHON_NUMBERS = tuple(np.asarray(number).dtype for number in (True, 1, 2**63, 1.0))
-_signatures: dict[tuple[int, int, tuple[type, ...]], tuple[Schema, Signature]] = {}
+_signatures: dict[tuple[int, int], tuple[Schema, Signature]] = {}
 _MAX_SIGNATURES = 1024
 
 
-def signature_of(schema: Schema, plain: Sequence[Plain], rows: int) -> Signature:
+def signature_of(schema: Schema, rows: int) -> Signature:
     """What an item of a request looks like. The same object for requests that are alike.
 
     Raises:
         MessageError: It holds something that has no place in a batch.
     """
-    key = (id(schema), rows, tuple(map(type, plain)))
-    known = _signatures.get(key)
+    known = _signatures.get((id(schema), rows))
     if known and known[0] is schema:
         return known[1]
     if schema.node is None or schema.node[0] != TUPLE:
         raise MessageError("The arguments of a call are a tuple.")
-    parts: list[tuple[tuple[str, ...], Any, tuple[int, ...], bool]] = []
+    for path in schema.plain_paths:
+        raise MessageError(f"{_name(path)} is no array, and cannot be batched.")
     for leaf in schema.leaves:
         if leaf.kind not in (ARRAY, SCALAR):
             raise MessageError(f"{_name(leaf.path)} is text or bytes, which cannot be batched.")
-        if rows and leaf.shape[:1] != (rows,):
+        if leaf.shape[:1] != (rows,):
             raise MessageError(
                 f"{_name(leaf.path)} has shape {leaf.shape}, which is not a block of {rows} items."
             )
-        parts.append((leaf.path, leaf.dtype, leaf.shape[1:] if rows else leaf.shape, False))
-    for path, value in zip(schema.plain_paths, plain, strict=True):
-        if rows or type(value) not in (bool, int, float):
-            raise MessageError(
-                f"{_name(path)} is {type(value).__name__}, which cannot be batched; send arrays."
-            )
-        parts.append((path, np.asarray(value).dtype, (), True))
     if len(_signatures) >= _MAX_SIGNATURES:
         _signatures.clear()
-    signature = tuple(parts)
-    _signatures[key] = (schema, signature)
+    signature = tuple((leaf.path, leaf.dtype, leaf.shape[1:]) for leaf in schema.leaves)
+    _signatures[id(schema), rows] = (schema, signature)
     return signature
 
 
@@ -482,8 +472,8 @@ def difference(odd: Signature, usual: Signature) -> str:
     return "The keys of this request have another order than those of the others of the batch."
 
 
-def _leaf_text(dtype: Any, shape: tuple[int, ...], plain: bool) -> str:
-    return f"dtype {dtype} and shape {shape}{' (a number of Python)' if plain else ''}"
+def _leaf_text(dtype: Any, shape: tuple[int, ...]) -> str:
+    return f"dtype {dtype} and shape {shape}"
 
 
 def _name(path: tuple[str, ...]) -> str:
@@ -498,13 +488,13 @@ def run_batch(workfn: WorkFn, requests: Sequence[Request]) -> tuple[Any, Any]:
         RemoteError: The function returned something else than results and info.
     """
     schema = requests[0].schema
-    if len(requests) > 1 and all(r.schema is schema for r in requests):
+    if len(requests) == 1:
+        leaves = requests[0].leaves
+    elif all(r.schema is schema for r in requests):
         leaves = _stack(requests)
     else:
-        columns = zip(*(r.leaves for r in requests), strict=True)
-        leaves = [_concatenate(column, requests) for column in columns]
-    plain = [np.asarray(column) for column in zip(*(r.plain for r in requests), strict=True)]
-    answer: Any = workfn(*assemble(schema, plain, leaves))
+        leaves = [np.concatenate(c) for c in zip(*(r.leaves for r in requests), strict=True)]
+    answer: Any = workfn(*assemble(schema, (), leaves))
     if not (isinstance(answer, tuple) and len(answer) == 2):
         raise RemoteError("A batched function returns two things: the results, and any info.")
     return answer[0], answer[1]
@@ -519,43 +509,28 @@ def _stack(requests: Sequence[Request]) -> list[NDArray[Any]]:
     leaves = []
     for index, leaf in enumerate(schema.leaves):
         if leaf.frame >= 0 or not leaf.count:
-            leaves.append(_concatenate([r.leaf(index) for r in requests], requests))
+            leaves.append(np.concatenate([r.leaf(index) for r in requests]))
         else:
             column = blobs[:, leaf.offset : leaf.offset + leaf.nbytes].view(leaf.dtype)
-            shape = (count * rows, *leaf.shape[1:]) if rows else (count, *leaf.shape)
-            leaves.append(column.reshape(shape))
+            leaves.append(column.reshape(count * rows, *leaf.shape[1:]))
     return leaves
-
-
-def _concatenate(column: Sequence[Any], requests: Sequence[Request]) -> NDArray[Any]:
-    if len(column) == 1 and requests[0].rows:
-        return np.asarray(column[0])
-    return np.concatenate(
-        [part if r.rows else part[None] for part, r in zip(column, requests, strict=True)]
-    )
 
 
 def split(result: Any, requests: Sequence[Request]) -> list[Encoded]:
     """Every request's share of the result, ready to be sent.
 
-    A caller that sent only numbers of Python gets its numbers as those, and one that sent only
-    arrays without axes as such arrays: what a `Server` with the same function would answer.
-
     Raises:
         RemoteError: The result does not have one row per item.
     """
-    total = sum(r.items for r in requests)
-    _check_rows(result, total, ())
-    first = requests[0]
-    alike = len(requests) > 1 and first.rows and all(r.rows == first.rows for r in requests)
-    if alike and (equal := _equal_shares(result, first.rows, len(requests))):
+    _check_rows(result, sum(r.rows for r in requests), ())
+    rows = requests[0].rows
+    alike = len(requests) > 1 and all(r.rows == rows for r in requests)
+    if alike and (equal := _equal_shares(result, rows, len(requests))):
         return equal
-    shares = []
-    row = 0
+    shares, row = [], 0
     for request in requests:
-        cut = slice(row, row + request.rows) if request.rows else row
-        shares.append(encode(_cut(result, cut, _number_kind(request))))
-        row += request.items
+        shares.append(encode(_cut(result, slice(row, row + request.rows))))
+        row += request.rows
     return shares
 
 
@@ -576,28 +551,13 @@ def _equal_shares(result: Any, rows: int, count: int) -> list[Encoded] | None:
     return [Encoded(share.schema, [], blob.tobytes(), []) for blob in blobs]
 
 
-def _number_kind(request: Request) -> int:
-    """How the caller's numbers came: all of them PLAIN or as an ARRAY, or as SCALAR of numpy."""
-    if request.rows:
-        return SCALAR
-    kinds = {leaf.kind for leaf in request.schema.leaves if not leaf.shape}
-    if request.plain:
-        kinds.add(PLAIN)
-    return kinds.pop() if len(kinds) == 1 else SCALAR
-
-
-def _cut(tree: Any, cut: slice | int, kind: int) -> Any:
+def _cut(tree: Any, cut: slice) -> Any:
     if isinstance(tree, Mapping):
-        return {key: _cut(value, cut, kind) for key, value in tree.items()}
+        return {key: _cut(value, cut) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        rows = [_cut(value, cut, kind) for value in tree]
+        rows = [_cut(value, cut) for value in tree]
         return rows if isinstance(tree, list) else tuple(rows)
-    if tree is None:
-        return None
-    row = np.asarray(tree)[cut]
-    if kind == PLAIN and not np.ndim(row) and row.dtype in _PYTHON_NUMBERS:
-        return row.item()
-    return np.asarray(row) if kind == ARRAY else row
+    return None if tree is None else np.asarray(tree)[cut]
 
 
 def _check_rows(tree: Any, total: int, path: tuple[str, ...]) -> None:

@@ -294,7 +294,7 @@ class Client:
 
     def _call(self, method: str, rows: int, args: tuple[Any, ...]) -> Future:
         block = args[0] if len(args) == 1 and type(args[0]) is Block else None
-        value = block.encoded() if block is not None else encode(args).snapshot()
+        value = block.encoded() if block is not None else encode(args)
         self._read_events()
         if self._unseen:
             self._log_unseen()
@@ -317,11 +317,13 @@ class Client:
         to = welcome.incarnation if welcome else 0
         frames = wire.pack(wire.CALL, number, value, to, future.method, rows)  # unless too large
         self._number = number
+        value = self._connection.keep(value)
+        frames[1:] = value.frames
         future.request = _Request(value, rows, time.monotonic())
         self._pending[number] = future
         self._counts["requests"] += 1
         if to:
-            self._send_frames(number, future.request, frames, to)
+            self._send_frames(future.request, frames, to)
         else:
             self._send_later()
         return future
@@ -343,7 +345,7 @@ class Client:
     def _send_unsent(self) -> None:
         def done() -> bool:
             # Under the lock: a call that is made after this starts another thread.
-            self._sending = bool(self._unsent())
+            self._sending = bool(self._unsent()) or self._connection.waiting
             return not self._sending
 
         try:
@@ -358,13 +360,15 @@ class Client:
         request: _Request = future.request
         to = welcome.incarnation
         frames = wire.pack(wire.CALL, number, request.value, to, future.method, request.rows)
-        self._send_frames(number, request, frames, to)
+        self._send_frames(request, frames, to)
 
-    def _send_frames(self, number: int, request: _Request, frames: list[Any], to: int) -> None:
+    def _send_frames(self, request: _Request, frames: list[Any], to: int) -> None:
         request.sent_to, request.sent_at = to, time.monotonic()
         self._counts["bytes_out"] += sum(map(len, frames))
-        self._connection.send(frames, number)
-        if self._receiving and self._connection.readable:
+        self._connection.send(frames)
+        if self._connection.waiting:
+            self._send_later()
+        elif self._receiving and self._connection.readable:
             # A send may swallow the signal of a message that came meanwhile.
             self._waker.wake()
 

@@ -49,7 +49,7 @@ DTYPES: tuple[np.dtype[Any], ...] = tuple(
     )
 )
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-_BOOL = DTYPES[0]
+_BOOL, _UINT8 = DTYPES[0], DTYPES[5]
 
 # A schema node is PLAIN, or a list that starts with one of the other kinds.
 PLAIN, DICT, LIST, TUPLE, ARRAY, SCALAR, BYTES, STR = range(8)
@@ -65,9 +65,11 @@ class Encoded(msgspec.Struct, frozen=True, gc=False):
 
     def snapshot(self) -> Encoded:
         """The same, holding on to no memory of the caller's."""
-        if not self.frames:
-            return self
-        return Encoded(self.schema, self.plain, self.blob, [bytes(f) for f in self.frames])
+        return self.with_frames([bytes(f) for f in self.frames]) if self.frames else self
+
+    def with_frames(self, frames: list[Buffer]) -> Encoded:
+        """The same with copies of its frames."""
+        return Encoded(self.schema, self.plain, self.blob, frames)
 
 
 # --- encoding ------------------------------------------------------------------------------------
@@ -250,6 +252,8 @@ class Schema:
     frame_sizes: tuple[int, ...]
     flat: tuple[tuple[str, Leaf], ...]
     """The leaves by key, if the value is a dict of small arrays: the usual answer."""
+    images: frozenset[int]
+    """The numbers of frames that are arrays of uint8."""
     bools: tuple[Leaf, ...]
     never_set: int
     """The bits of the blob, as one number, that are 0 because a bool is 0 or 1; 0 if the blob is
@@ -292,6 +296,7 @@ def _parse(data: bytes) -> Schema:
         parser.blob_size,
         tuple(parser.frame_sizes),
         _flat(node, parser),
+        frozenset(x.frame for x in parser.leaves if x.kind == ARRAY and x.dtype is _UINT8),
         *_find_bools(parser),
     )
 
@@ -352,7 +357,7 @@ class _Parser:
             case [int(kind), int(size)] if kind in (BYTES, STR) and 0 <= size < MAX_ELEMENTS:
                 if kind == STR and size <= SMALL:
                     raise MessageError("A short text has a frame of its own.")
-                self._leaf(kind, path, DTYPES[5], (size,), size)
+                self._leaf(kind, path, _UINT8, (size,), size)
                 return (kind,)
         raise MessageError("A schema holds something that is not a structure, array or value.")
 
@@ -406,12 +411,20 @@ class Block(dict[str, NDArray[Any]]):
         )
 
     def encoded(self) -> Encoded:
-        """What `encode` returns for a tuple with this block, as a snapshot."""
-        frames: list[Buffer] = [bytes(frame) for frame in self._frames]
-        return Encoded(self._schema, [], bytes(self._blob), frames)
+        """What `encode` returns for a tuple with this block."""
+        return Encoded(self._schema, [], bytes(self._blob), [memoryview(f) for f in self._frames])
 
 
 # --- decoding ------------------------------------------------------------------------------------
+
+
+def own_frames(schema: Schema, frames: Sequence[Buffer]) -> Sequence[Buffer]:
+    """Frames that whoever sent them can change no more after they were checked. Arrays of uint8 may
+    stay in shared memory, because every value of theirs is valid."""
+    if not any(isinstance(f, memoryview) and isinstance(f.obj, np.ndarray) for f in frames):
+        return frames
+    images = schema.images
+    return [frame if index in images else bytes(frame) for index, frame in enumerate(frames)]
 
 
 def check_data(

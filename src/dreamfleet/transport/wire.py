@@ -15,15 +15,13 @@ so a header of another shape is refused as a whole.
 
 from __future__ import annotations
 
-import os
 import socket as sockets
-import struct
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import zmq
 
 from dreamfleet.transport.codec import Buffer, Encoded, Plain, decode, encode
 from dreamfleet.transport.errors import CodecError, MessageError
@@ -56,7 +54,7 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=Fal
     id: int
     to: int = 0
     method: str = ""
-    rows: int = 0  # 0: one item; k: a block of k items along a leading axis
+    rows: int = 0  # items of a block along a leading axis; 0 for calls without one
     schema: bytes = b""
     plain: list[Plain] = []
     blob: bytes = b""
@@ -122,108 +120,19 @@ def value_of(header: Header, frames: Sequence[Buffer]) -> Any:
     return decode(header.schema, header.plain, header.blob, frames)
 
 
-# --- sockets -------------------------------------------------------------------------------------
+# --- what clients and servers share --------------------------------------------------------------
 
-# Plain numbers: pyzmq's enums do their arithmetic in Python, which shows at this rate.
-_POLLIN = int(zmq.POLLIN)
-_NOBLOCK = int(zmq.NOBLOCK)
-_NOBLOCK_MORE = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
-_send = zmq.backend.Socket.send  # without the options of the class above it
-_get = zmq.backend.Socket.get
-_EVENTS = zmq.SocketOption.EVENTS
+NOBODY = "nobody listens there"
 
 
-def send(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
-    """Hand a whole message to libzmq, which copies it.
+@dataclass(frozen=True)
+class Change:
+    """What has happened to a client's connection."""
 
-    Raises:
-        zmq.ZMQError: It cannot be delivered.
-    """
-    for frame in frames[:-1]:
-        _send(socket, frame, _NOBLOCK_MORE)
-    _send(socket, frames[-1], _NOBLOCK)
-
-
-def receive(socket: zmq.Socket[bytes]) -> list[Any]:
-    """Read one whole message, or an empty list if none is waiting. Of a message with too many
-    frames only the first is kept."""
-    if not readable(socket):  # far cheaper than the exception that an empty socket raises
-        return []
-    frame = socket.recv(_NOBLOCK, copy=False)
-    frames: list[Any] = [frame.bytes]
-    while frame.more:
-        frame = socket.recv(copy=False)
-        if len(frames) <= MAX_FRAMES:
-            frames.append(frame.buffer)
-    return frames if len(frames) <= MAX_FRAMES else frames[:1]
-
-
-def receive_from(socket: zmq.Socket[bytes]) -> tuple[zmq.Frame | None, list[Any]]:
-    """Read one whole message of a ROUTER, if one is waiting: the frame that names the peer, which
-    also knows about its connection, and the others; none of them if they are too many."""
-    if not readable(socket):
-        return None, []
-    first = frame = socket.recv(_NOBLOCK, copy=False)
-    frames: list[Any] = []
-    while frame.more:
-        frame = socket.recv(copy=False)
-        if len(frames) <= MAX_FRAMES:
-            frames.append(frame.buffer)
-    return first, frames if len(frames) <= MAX_FRAMES else []
-
-
-def peer_address(frame: zmq.Frame) -> str:
-    """Where a message came from: the number of a machine, or of a process of this one."""
-    try:
-        text = str(frame.get("Peer-Address"))
-    except zmq.ZMQError:  # a peer that speaks a protocol of libzmq's early days
-        return "an unknown address"
-    return f"process {text.rpartition(':')[2]}" if text.startswith(_LOCAL) else text
-
-
-def descriptor(frame: zmq.Frame) -> int:
-    """The descriptor of the connection that a message came by; -1 if it is not known."""
-    try:
-        return int(frame.get(zmq.SRCFD))
-    except zmq.ZMQError:
-        return -1
-
-
-_LOCAL = "localhost:"  # libzmq's word for peers on the same machine: localhost:UID:GID:PID
-
-
-def hang_up(descriptor: int, address: str) -> None:
-    """End the connection that has this descriptor and peer address. libzmq has no call for that,
-    and notices it as if the peer had hung up."""
-    try:
-        with sockets.socket(fileno=os.dup(descriptor)) as copy:
-            # The connection may have ended, and its number may be another's by now.
-            if _peer_of(copy) == address:
-                copy.shutdown(sockets.SHUT_RDWR)
-    except OSError:
-        return  # it has ended
-
-
-def _peer_of(socket: sockets.socket) -> str:
-    if socket.family != sockets.AF_UNIX:
-        return str(socket.getpeername()[0])
-    credentials = socket.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, 12)
-    return f"process {struct.unpack('3i', credentials)[0]}"
-
-
-def readable(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message is waiting."""
-    return bool(int(_get(socket, _EVENTS)) & _POLLIN)
-
-
-def set_limits(socket: zmq.Socket[bytes]) -> None:
-    """Bound what one peer may cost, and notice a peer that no longer responds."""
-    socket.maxmsgsize = MAX_MESSAGE
-    socket.sndhwm = socket.rcvhwm = MAX_INFLIGHT + 8
-    socket.heartbeat_ivl = HEARTBEAT
-    socket.heartbeat_timeout = HEARTBEAT_TIMEOUT
-    socket.heartbeat_ttl = HEARTBEAT_TIMEOUT
-    socket.handshake_ivl = HANDSHAKE_TIMEOUT
+    connected: bool = False
+    ended: bool = False  # or the attempt has failed
+    final: bool = False  # there is no second attempt without being asked
+    problem: str = ""
 
 
 class Waker:

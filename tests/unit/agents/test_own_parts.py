@@ -12,7 +12,7 @@ import pytest
 from agent_worlds import ACTIONS, VECTOR, config, observations, random_batch
 from own_parts import OWN_LOSSES
 
-from dreamfleet import ConfigError
+from dreamfleet import ConfigError, RunConfig
 from dreamfleet.agents import Dreamer, DreamerConfig, find_agent
 from dreamfleet.agents.dreamer.dynamics import Observed
 from dreamfleet.agents.dreamer.features import embed_actions
@@ -33,7 +33,7 @@ def with_losses(extra: dict[str, float], **loss: Any) -> DreamerConfig:
 def test_losses_of_ones_own_train_with_their_weights() -> None:
     """Of steps, of rows and of the whole batch; with and without parameters; beside barlow."""
     settings = with_losses(OWN_LOSSES, representation="barlow", barlow_scale=0.3)
-    assert set(OWN_LOSSES) == set(find_agent("dreamer").named_code(settings))
+    assert set(OWN_LOSSES) == set(RunConfig(agent_config=settings).named_code)
     agent = Dreamer(VECTOR, ACTIONS, settings)
     before = agent.save()
     own = {name for name in before if name.startswith("nets/extra/")}

@@ -285,9 +285,6 @@ def test_vector_and_multi_agent_environments_are_refused() -> None:
     for mode in ("sync", "vector_entry_point"):
         with pytest.raises(EnvError, match=r"is a vector environment.*makes envs=3 of them"):
             make_env(lambda: gymnasium.make_vec("CartPole-v1", 3, vectorization_mode=mode))  # noqa: B023
-    gymnasium.register("OnlyVectorTest-v0", vector_entry_point="nowhere:Env")
-    with pytest.raises(EnvError, match="gym:OnlyVectorTest-v0 is a vector environment"):
-        make_env("gym:OnlyVectorTest-v0")
 
     class Several(Old):
         def observation_space(self, agent: str) -> Any: ...  # type: ignore[override]

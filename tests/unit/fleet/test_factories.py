@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import sys
 import types
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fleet_parts import fixed_address
 
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env, noop
@@ -36,6 +38,17 @@ def test_weights_and_biases_is_told_the_configuration_and_where_to_go_on(
     assert first["config"]["dreamer"]["loss"]["horizon"] == config.agent_config.loss.horizon
     assert (again["config"]["steps"], again["allow_val_change"]) == (7, True)
     assert first["id"] == again["id"] != other["id"]
+
+
+def test_a_run_with_a_port_serves_its_metrics(tmp_path: Path) -> None:
+    port = int(fixed_address().rpartition(":")[2])
+    outputs = logger(RunConfig(logdir=tmp_path / "mine", outputs=(), metrics_port=port))
+    try:
+        outputs.write(3, {"train/loss": 0.5})
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            assert b'dreamfleet_train_loss{run="mine"} 0.5' in answer.read()
+    finally:
+        outputs.close()
 
 
 def test_the_training_replay_samples_as_the_settings_say(tmp_path: Path) -> None:

@@ -214,9 +214,8 @@ def request_of(obs: dict[str, Any]) -> Request:
     """A block of two observations, as it comes out of a message."""
     value = encode((obs,)).snapshot()
     schema = parse_schema(value.schema)
-    signature = signature_of(schema, value.plain, 2)
-    parts = (value.plain, value.blob, value.frames)
-    return Request(b"peer", 1, 2, schema, *parts, signature, 0.0)
+    signature = signature_of(schema, 2)
+    return Request(b"peer", 1, 2, schema, value.blob, value.frames, signature, 0.0)
 
 
 def test_what_was_fine_before_is_looked_at_again(run: RunConfig) -> None:

@@ -208,10 +208,10 @@ def test_a_batch_that_is_made_smaller_goes_at_once() -> None:
     server = BatchServer("inproc://{auto}")
     server.bind("double", lambda x: (2 * x, None), batch=4, wait=3600.0)
     with server, Client(server.address) as client:
-        futures = [client.call("double", np.array(value)) for value in (1, 2)]
+        futures = [client.call_block("double", np.array([value])) for value in (1, 2)]
         eventually(lambda: server.stats()["double/waiting"] == 2)
         server.resize("double", 2)
-        assert [int(future.result(LONG)) for future in futures] == [2, 4]
+        assert [future.result(LONG).tolist() for future in futures] == [[2], [4]]
 
 
 # --- learning ------------------------------------------------------------------------------------

@@ -18,10 +18,9 @@ SHAPES = ((), (3,), (2, 5), (0,), (SMALL + 1,))
 
 
 def item(rng: np.random.Generator, rows: int) -> dict[str, Any]:
-    """Every dtype in every shape, with a leading axis if there are rows."""
-    lead = (rows,) if rows else ()
+    """Every dtype in every shape, with a leading axis."""
     return {
-        f"{np.dtype(dtype)}/{shape}": rng.integers(0, 2, (*lead, *shape)).astype(dtype)
+        f"{np.dtype(dtype)}/{shape}": rng.integers(0, 2, (rows, *shape)).astype(dtype)
         for dtype in DTYPES
         for shape in SHAPES
     }
@@ -31,8 +30,8 @@ def request(value: dict[str, Any], rows: int) -> Request:
     sent = encode((value,)).snapshot()
     schema = parse_schema(sent.schema)
     check_data(schema, sent.plain, sent.blob, sent.frames)
-    signature = signature_of(schema, sent.plain, rows)
-    return Request(b"peer", 1, rows, schema, sent.plain, sent.blob, sent.frames, signature, 0.0)
+    signature = signature_of(schema, rows)
+    return Request(b"peer", 1, rows, schema, sent.blob, sent.frames, signature, 0.0)
 
 
 def run(items: list[dict[str, Any]], rows: list[int]) -> tuple[dict[str, Any], list[Any]]:
@@ -49,16 +48,13 @@ def run(items: list[dict[str, Any]], rows: list[int]) -> tuple[dict[str, Any], l
     return seen[0], [decode(s.schema, s.plain, s.blob, s.frames) for s in shares]
 
 
-@pytest.mark.parametrize("rows", [[1, 1, 1], [2, 2], [0, 0, 0], [4], [1, 3]], ids=str)
+@pytest.mark.parametrize("rows", [[1, 1, 1], [2, 2], [4], [1, 3]], ids=str)
 def test_a_batch_holds_every_row_and_every_caller_gets_its_own(rows: list[int]) -> None:
     rng = np.random.default_rng(0)
     items = [item(rng, count) for count in rows]
     batch, shares = run(items, rows)
     for key, column in batch.items():
-        parts = [
-            each[key] if count else each[key][None] for each, count in zip(items, rows, strict=True)
-        ]
-        expected = np.concatenate(parts)
+        expected = np.concatenate([each[key] for each in items])
         assert (column.dtype, column.shape) == (expected.dtype, expected.shape)
         assert column.tobytes() == expected.tobytes()
         for mine, share in zip(items, shares, strict=True):
@@ -99,7 +95,7 @@ def test_a_block_is_sent_as_it_is_filled() -> None:
             expected.plain,
             expected.blob,
         )
-        assert sent.frames == expected.frames
+        assert list(map(bytes, sent.frames)) == expected.frames
     before = block.encoded()
     for value in block.values():
         value[...] = 0

@@ -43,7 +43,7 @@ def shake_hands_and_hang_up(listener: socket.socket) -> None:
 
 def has_no_connection(connection: Connection) -> bool:
     """Whether libzmq has noticed the loss, which nobody was told of yet."""
-    return not int(connection._socket.get(zmq.EVENTS)) & zmq.POLLOUT
+    return not int(connection._link._socket.get(zmq.EVENTS)) & zmq.POLLOUT
 
 
 def wait_for_loss(connection: Connection) -> None:
@@ -79,7 +79,7 @@ def test_what_is_sent_before_a_loss_is_noticed_is_lost_with_the_connection(port:
         connection = Connection(f"localhost:{port}", None, waker)
         assert isinstance(next(events(connection)), Welcome)
     wait_for_loss(connection)
-    connection.send(pack(CALL, 1, encode(()), 1, "ping"), 1)
+    connection.send(pack(CALL, 1, encode(()), 1, "ping"))
     connection.greet()
     assert isinstance(next(events(connection)), Lost)
     with server_at(port):

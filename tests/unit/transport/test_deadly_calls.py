@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import select
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-import zmq
 
-from dreamfleet.transport import Client, Disconnected, client, wire
+from dreamfleet.transport import Client, Disconnected, client, resolve, wire
+from dreamfleet.transport.address import parse
 from dreamfleet.transport.codec import encode
+from dreamfleet.transport.local import LocalListener
 
 
 class MortalServer:
@@ -33,46 +34,47 @@ class MortalServer:
         self._thread.join()
 
     def _run(self) -> None:
-        with zmq.Context() as context:
-            while not self._stop.is_set():
-                with context.socket(zmq.ROUTER) as socket:
-                    socket.linger = 1000
-                    socket.bind(self.address)
-                    self._live(socket, next(self._incarnations))
+        while not self._stop.is_set():
+            listener, poller = LocalListener(parse(self.address), "mortal"), select.poll()
+            listener.register(poller)
+            try:
+                self._live(listener, poller, next(self._incarnations))
+            finally:
+                listener.closer()()
 
-    def _live(self, socket: zmq.Socket[bytes], incarnation: int) -> None:
+    def _live(self, listener: LocalListener, poller: select.poll, incarnation: int) -> None:
         welcome = {"protocol": wire.PROTOCOL, "name": "mortal", "incarnation": incarnation}
         welcome |= {"limit": 256, "repeatable": ["deadly", "good"]}  # type: ignore[dict-item]
         while not self._stop.is_set():
-            if not socket.poll(20):
-                continue
-            peer, first, *_ = socket.recv_multipart()
-            header = wire.unpack(first)
-            if header.kind == wire.HELLO:
-                socket.send_multipart([peer, *wire.pack(wire.WELCOME, 0, encode(welcome))])
-                continue
-            if header.to != incarnation:
-                socket.send_multipart([peer, *wire.pack(wire.STALE, header.id, encode(None))])
-                continue
-            self.calls[header.method] += 1
-            if header.method == "deadly" and self.calls["deadly"] <= self._deaths:
-                return
-            reply = wire.pack(wire.REPLY, header.id, encode("survived"))
-            socket.send_multipart([peer, *reply])
+            for descriptor, events in poller.poll(20):
+                listener.notice(descriptor, events)
+            while message := listener.receive():
+                origin, frames = message
+                header = wire.unpack(frames[0])
+                if header.kind == wire.HELLO:
+                    listener.send(origin.peer, wire.pack(wire.WELCOME, 0, encode(welcome)))
+                    continue
+                if header.to != incarnation:
+                    listener.send(origin.peer, wire.pack(wire.STALE, header.id, encode(None)))
+                    continue
+                self.calls[header.method] += 1
+                if header.method == "deadly" and self.calls["deadly"] <= self._deaths:
+                    return
+                listener.send(origin.peer, wire.pack(wire.REPLY, header.id, encode("survived")))
 
 
 @contextmanager
-def mortal(tmp_path: Path, deaths: int, reborn: bool = True) -> Iterator[MortalServer]:
-    server = MortalServer(f"ipc://{tmp_path}/mortal", deaths, reborn)
+def mortal(deaths: int, reborn: bool = True) -> Iterator[MortalServer]:
+    server = MortalServer(resolve("ipc://{auto}"), deaths, reborn)
     try:
         yield server
     finally:
         server.stop()
 
 
-def test_a_call_that_kills_its_server_again_and_again_is_given_up(tmp_path: Path) -> None:
+def test_a_call_that_kills_its_server_again_and_again_is_given_up() -> None:
     with (
-        mortal(tmp_path, deaths=1000) as server,
+        mortal(deaths=1000) as server,
         Client(server.address, "guilty") as guilty,
         Client(server.address, "innocent") as innocent,
     ):
@@ -84,20 +86,18 @@ def test_a_call_that_kills_its_server_again_and_again_is_given_up(tmp_path: Path
         assert innocent.good().result(120) == guilty.good().result(120) == "survived"
 
 
-def test_an_innocent_call_survives_a_few_deaths(tmp_path: Path) -> None:
-    with mortal(tmp_path, deaths=4) as server, Client(server.address) as caller:
+def test_an_innocent_call_survives_a_few_deaths() -> None:
+    with mortal(deaths=4) as server, Client(server.address) as caller:
         assert caller.deadly().result(120) == "survived"
 
 
-def test_a_call_in_flight_for_long_is_not_suspected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_in_flight_for_long_is_not_suspected(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that has worked on it for a while was killed by something else."""
     monkeypatch.setattr(client, "_DEATH_SECONDS", 0.0)
-    with mortal(tmp_path, deaths=12) as server, Client(server.address) as caller:
+    with mortal(deaths=12) as server, Client(server.address) as caller:
         assert caller.deadly().result(120) == "survived"
 
 
-def test_a_connection_that_is_lost_is_not_a_death(tmp_path: Path) -> None:
-    with mortal(tmp_path, deaths=12, reborn=False) as server, Client(server.address) as caller:
+def test_a_connection_that_is_lost_is_not_a_death() -> None:
+    with mortal(deaths=12, reborn=False) as server, Client(server.address) as caller:
         assert caller.deadly().result(120) == "survived"

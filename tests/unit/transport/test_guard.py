@@ -18,6 +18,7 @@ from benchmarks.hostile import Tap
 from dreamfleet.transport import Client, CodecError, Disconnected, Keys, Server, guard, wire
 from dreamfleet.transport.codec import encode
 from dreamfleet.transport.guard import Guard
+from dreamfleet.transport.remote import RemoteListener
 
 pytestmark = pytest.mark.skipif(not Guard.works(), reason="only Linux tells what came")
 KB, MB = 1 << 10, 1 << 20
@@ -214,7 +215,9 @@ def serving(keys: Keys | None = None, **limits: Any) -> Iterator[tuple[Server, i
     server = Server("tcp://127.0.0.1:{auto}", keys=keys)
     server.bind("note", lambda *args: told.append(len(args)))
     port = int(server.address.rpartition(":")[2])
-    server._loop._guard = Guard(port, **limits)
+    [listener] = server._loop._listeners
+    assert isinstance(listener, RemoteListener)
+    listener._guard = Guard(port, **limits)
     with server:
         yield server, port, told
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zmq
 
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
@@ -29,7 +28,8 @@ from dreamfleet.transport import (
     load_key,
     wire,
 )
-from dreamfleet.transport.codec import encode
+from dreamfleet.transport.connection import Connection, Event, Lost, Message, Welcome
+from dreamfleet.transport.wire import Waker
 
 KEYS = Keys.generate()
 
@@ -166,11 +166,11 @@ def test_a_batch_server_refuses_a_role_before_its_call_joins_a_batch() -> None:
         Client(server.address, keys=KEYS.for_role("env")) as env,
         Client(server.address, keys=KEYS) as run,
     ):
-        waiting = run.own(np.int64(1))
+        waiting = run.call_block("own", np.array([1]))
         until(lambda: server.stats()["own/waiting"] == 1)
         with pytest.raises(RemoteError, match="'env' may not call 'own'"):
-            env.own(np.int64(2)).result(60)
-        second = run.own(np.int64(3))
+            env.call_block("own", np.array([2])).result(60)
+        second = run.call_block("own", np.array([3]))
         assert (waiting.result(60), second.result(60)) == (1, 3)
         assert batches == [[1, 3]]
 
@@ -249,30 +249,34 @@ def test_who_sends_wrong_messages_again_and_again_loses_the_connection(
     tmp_path: Path, kind: str
 ) -> None:
     address = "tcp://127.0.0.1:{auto}" if kind == "tcp" else f"ipc://{tmp_path}/s"
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    bad = context.socket(zmq.DEALER)
     server = Server(address, "shop")
     server.bind("own", lambda: 1)
-    try:
-        with server, Client(server.address) as friend:
-            assert friend.own().result(60) == 1
-            bad.linger, bad.reconnect_ivl = 0, -1
-            monitor = bad.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            bad.connect(server.address)
-            for _ in range(10):
-                bad.send(b"nonsense")
-                assert bad.poll(60_000)
-                header = wire.unpack(bad.recv_multipart()[0])
-                assert header.kind == wire.ERROR
-            assert not monitor.poll(50)
-            bad.send_multipart(wire.pack(wire.HELLO, 0, encode(None)))
-            assert monitor.poll(60_000)
-            monitor.close()
-            assert friend.own().result(60) == 1
-            assert friend.stats()["connects"] == 1
-    finally:
-        bad.close()
-        context.term()
+    waker = Waker()
+    with server, Client(server.address) as friend:
+        assert friend.own().result(60) == 1
+        bad = Connection(server.address, None, waker)
+
+        def next_event() -> Event:
+            while not bad.events:
+                bad.collect()
+                if not bad.events:
+                    bad.sleep(60.0)
+            return bad.events.popleft()
+
+        assert isinstance(next_event(), Welcome)
+        for _ in range(10):
+            bad.send([b"nonsense"])
+            answer = next_event()
+            assert isinstance(answer, Message)
+            assert answer.header.kind == wire.ERROR
+        bad.greet()
+        while isinstance(event := next_event(), Message):  # a server asks whether it is still there
+            assert event.header.kind == wire.STALE
+        assert isinstance(event, Lost)
+        bad.close(0)
+        assert friend.own().result(60) == 1
+        assert friend.stats()["connects"] == 1
+    waker.close()
 
 
 def test_who_may_not_call_a_method_loses_the_connection_by_trying() -> None:

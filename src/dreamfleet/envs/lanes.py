@@ -1,0 +1,419 @@
+"""Vectorised environments: one environment with N lanes, each with episodes of its own.
+
+The contract is that of a single environment (`dreamfleet.envs.base`) with a leading axis:
+
+    obs = env.step({**actions, "reset": reset})   # arrays of [N, ...] in and out
+    rows = env.present                            # [N], the lanes that have an observation
+
+Spaces are those of one lane. A lane that is not `present` has no observation now; its rows mean
+nothing. It keeps the action that it was given, and its next action is ignored. An action of `reset`
+alone resets every lane.
+
+Lanes are absent because Gymnasium's vector environments step all lanes at once. How an episode ends
+depends on their autoreset mode:
+
+    NEXT_STEP  the step after the last one resets the lane and ignores its action: no lane waits
+    SAME_STEP  the last step also resets: `final_obs` is the last observation. The first one of the
+               next episode is sent on the next step, while the lanes that go on wait
+    DISABLED   lanes are reset with `reset_mask`, while the lanes that go on wait
+
+A reset in the middle of an episode also uses `reset_mask`. Where a library does not have it, the
+lane plays on with actions of zeros, unseen, until its episode ends; if all lanes do, all are reset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from numpy.typing import NDArray
+
+from dreamfleet.envs.base import RESERVED, Arrays, Env, EnvError, NotFiniteError, Spaces
+from dreamfleet.envs.gym import GymTranslation, loggable_number, logged_names
+from dreamfleet.envs.images import resize
+from dreamfleet.envs.layouts import Asked
+from dreamfleet.envs.wrappers import Bounds, NormalizeActions, Wrapper, check_declaration
+from dreamfleet.errors import ConfigError
+from dreamfleet.masks import ActionMask
+from dreamfleet.spaces import LOG_PREFIX, RESET, Space, SpaceError, is_image, without_reset
+
+Mask = NDArray[np.bool_]
+
+_MISSING = np.float32(-np.inf)  # of a number that is only logged
+# Libraries whose own vector environments take `reset_mask` in every autoreset mode.
+_TAKE_MASKS = ("ale_py", "envpool")
+_BOUNDS_STEPS = 200  # as `CheckSpaces`
+
+
+class VectorLanes:
+    """The lanes of a Gymnasium vector environment, with actions in its own units.
+
+    Args:
+        env: The vector environment.
+        lanes: How many lanes it has to have.
+        seed: Of the first reset.
+        image_layout, log_info: As for `make_env`.
+
+    Raises:
+        EnvError: It is no vector environment of so many lanes, or does not say how it resets.
+        SpaceError: A space that no agent supports.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        lanes: int,
+        *,
+        seed: int = 0,
+        image_layout: Asked = None,
+        log_info: str | Sequence[str] | None = None,
+    ) -> None:
+        name = type(env).__name__
+        self.env, self.lanes = env, lanes
+        self._mode, base = _check(env, lanes), getattr(env, "unwrapped", env)
+        roots = {each.__module__.partition(".")[0] for each in type(base).__mro__}
+        self._takes_mask = (
+            self._mode is AutoresetMode.DISABLED
+            or isinstance(base, (SyncVectorEnv, AsyncVectorEnv))
+            or not roots.isdisjoint(_TAKE_MASKS)
+        )
+        # EnvPool is seeded when it is made, and warns about any other seed.
+        self._seed: int | None = None if "envpool" in roots else seed
+        self._translation = translation = GymTranslation(
+            env.single_observation_space, env.single_action_space, image_layout, batched=True
+        )
+        if taken := sorted(translation.obs_space.keys() & RESERVED.keys()):
+            raise SpaceError(
+                f"The key {taken[0]!r} of {name} is reserved: rename it with a wrapper."
+            )
+        self._logged = logged_names(env, log_info, translation.obs_space)
+        logs = dict.fromkeys(self._logged, Space(np.float32))
+        self.obs_space: Spaces = {**translation.obs_space, **logs, **RESERVED}
+        self.act_space: Spaces = {**translation.act_space, RESET: Space(bool)}
+        self.notes, self.unlogged = translation.notes, list[str]()
+        self.present: Mask = np.ones(lanes, bool)
+        """Which lanes have an observation."""
+        self._limit = 0
+        self._taken = np.zeros(lanes, np.int64)  # actions in this episode
+        self._over: Mask = np.ones(lanes, bool)  # whose next observation is a first one
+        self._ended: Mask = np.zeros(lanes, bool)  # that the library resets at its next step
+        self._unseen: Mask = np.zeros(lanes, bool)  # that play on until their episode ends
+        self._waiting: Mask = np.zeros(lanes, bool)  # whose first observation is in `_first`
+        self._first: Arrays = {}
+        self._actions: Arrays = {
+            key: np.zeros((lanes, *space.shape), space.dtype)
+            for key, space in without_reset(self.act_space).items()
+        }
+        self._started = False
+
+    def limit_time(self, limit: int) -> None:
+        """End episodes after so many actions, as last but not terminal.
+
+        Raises:
+            ConfigError: The library cannot reset single lanes.
+        """
+        if limit and not self._takes_mask:
+            raise ConfigError(
+                f"time_limit needs resets of single lanes, which {type(self.env).__name__} does "
+                "not have: limit the episodes in the factory (gym: tasks: max_episode_steps)."
+            )
+        self._limit = limit
+
+    def step(self, action: Mapping[str, Any]) -> Arrays:
+        wanted = self._over | (np.asarray(action[RESET], bool) & self.present)
+        if len(action) == 1 or not self._started:
+            return self._reset_all()
+        if self.present.all():
+            self._actions = {key: np.asarray(action[key]) for key in self._actions}
+        else:
+            rows = self.present
+            held = {key: np.array(value) for key, value in self._actions.items()}
+            for key, value in held.items():
+                value[rows] = np.asarray(action[key])[rows]
+            self._actions = held
+        # In the middle of an episode, as far as the library knows.
+        middle = wanted & ~self._ended & ~self._waiting & ~self._unseen
+        firsts = wanted & self._waiting
+        if middle.any() and not self._takes_mask:
+            self._unseen, self._over = self._unseen | middle, self._over | middle
+            if self._unseen.all():
+                return self._reset_all()
+            for key, value in self._actions.items():
+                idle = np.array(value)
+                idle[middle] = 0
+                self._actions[key] = idle
+            middle = np.zeros_like(middle)
+        if middle.any() or firsts.any():
+            return self._begin(middle, firsts)
+        return self._advance()
+
+    def _reset_all(self) -> Arrays:
+        seed, self._seed, self._started = self._seed, None, True
+        result = self.env.reset(seed=seed) if seed is not None else self.env.reset()
+        self._ended, self._unseen, self._waiting = (np.zeros(self.lanes, bool) for _ in range(3))
+        return self._send_firsts(self._observe(*result), np.ones(self.lanes, bool))
+
+    def _begin(self, reset: Mask, firsts: Mask) -> Arrays:
+        """Send first observations, and let the other lanes wait."""
+        obs = self._first
+        if reset.any():
+            observation, info = self.env.reset(options={"reset_mask": reset.copy()})
+            begun = self._observe(observation, info)
+            if (
+                len(next(iter(begun.values()))) < self.lanes
+            ):  # EnvPool returns those that were reset
+                full = {k: np.zeros((self.lanes, *v.shape[1:]), v.dtype) for k, v in begun.items()}
+                for key, value in full.items():
+                    value[reset] = begun[key]
+                begun = full
+            obs = _merged(begun, self._first, firsts)
+        self._waiting = self._waiting & ~firsts
+        return self._send_firsts(obs, reset | firsts)
+
+    def _send_firsts(self, obs: Arrays, rows: Mask) -> Arrays:
+        self._over = self._over & ~rows
+        self._taken[rows] = 0
+        self.present = rows
+        zeros = np.zeros(self.lanes, bool)
+        flags = {"is_first": rows, "is_last": zeros, "is_terminal": zeros}
+        return {**obs, "reward": np.zeros(self.lanes, np.float32), **flags}
+
+    def _advance(self) -> Arrays:
+        """Step all lanes."""
+        native = self._translation.act(self._actions)
+        observation, reward, terminated, truncated, info = self.env.step(native)
+        obs = self._observe(observation, info)
+        first = self._ended
+        # Some libraries return arrays that they write to again.
+        terminal = np.array(terminated, bool) & ~first
+        done = (terminal | np.asarray(truncated, bool)) & ~first
+        over = done
+        self._taken = np.where(first, 0, self._taken + 1)
+        if self._limit:
+            over = done | (self._taken >= self._limit)
+        if self._mode is AutoresetMode.NEXT_STEP:
+            self._ended = done
+        elif self._mode is AutoresetMode.SAME_STEP and done.any():
+            begun, obs = obs, self._last_obs(obs, info, done)
+            # Lanes whose first observation still waits are those that are done now.
+            self._first, self._waiting = begun, done
+        seen = ~self._unseen | first
+        if self._mode is AutoresetMode.SAME_STEP:
+            self._unseen = self._unseen & ~done  # its first observation is sent next
+        else:
+            self._unseen = self._unseen & ~first
+        self._over = np.where(seen, over, self._over)
+        self.present = seen
+        values = np.where(first, np.float32(0), np.asarray(reward, np.float32).reshape(self.lanes))
+        return {
+            **obs,
+            "reward": values,
+            "is_first": first,
+            "is_last": over,
+            "is_terminal": terminal,
+        }
+
+    def give_up(self, rows: Mask) -> None:
+        """Send no observation of these lanes, and start a new episode in them."""
+        self.present = self.present & ~rows
+        self._over = self._over | rows
+
+    def _observe(self, observation: Any, info: Mapping[str, Any]) -> Arrays:
+        obs = self._translation.observe(observation)
+        count = len(next(iter(obs.values())))
+        for key, name in self._logged.items():
+            obs[key] = _numbers(info, name, count)
+        if info:
+            for name in info:
+                if name.startswith(LOG_PREFIX) and name not in (*self.obs_space, *self.unlogged):
+                    self.unlogged.append(name)
+        return obs
+
+    def _last_obs(self, begun: Arrays, info: Mapping[str, Any], done: Mask) -> Arrays:
+        """The observations of this step: `final_obs` in lanes whose episode has ended."""
+        final = info.get("final_obs")
+        if final is None:
+            raise EnvError(
+                f"{type(self.env).__name__} resets in the same step and returns no final_obs: "
+                "return it in info, or use the autoreset mode NEXT_STEP."
+            )
+        if isinstance(final, np.ndarray) and final.dtype == object:  # None in the other lanes
+            rows = [final[lane] for lane in np.flatnonzero(done)]
+            final = _stacked(self.env.single_observation_space, rows)
+            last = self._translation.observe(final)
+        else:  # of all lanes
+            last = {k: value[done] for k, value in self._translation.observe(final).items()}
+        about = info.get("final_info")
+        for key, name in self._logged.items():
+            last[key] = _numbers(info if about is None else about, name, self.lanes)[done]
+        result = dict(begun)
+        for key, value in last.items():
+            result[key] = np.array(begun[key])
+            result[key][done] = value
+        return result
+
+    def render(self) -> NDArray[np.uint8] | None:
+        """The frame of the first lane."""
+        if getattr(self.env, "render_mode", None) != "rgb_array":
+            return None
+        frames = self.env.render()
+        return None if frames is None else np.asarray(frames[0], np.uint8)
+
+    def close(self) -> None:
+        self.env.close()
+
+
+class OneLane(Wrapper):
+    """The only lane of a vectorised environment, as a single environment."""
+
+    def __init__(self, lanes: VectorLanes) -> None:
+        super().__init__(cast(Env, lanes))
+
+    def step(self, action: Mapping[str, Any]) -> Arrays:
+        obs = self.env.step({key: np.asarray(value)[None] for key, value in action.items()})
+        return {key: np.array(value[0]) for key, value in obs.items()}
+
+
+class Lanes(NormalizeActions):
+    """Lanes as agents take them: actions are normalised, images resized and observations checked.
+
+    A lane with NaN or infinity sends no observation, and starts a new episode.
+    """
+
+    def __init__(
+        self,
+        lanes: VectorLanes,
+        bounds: Bounds | Mapping[str, Bounds] | None = None,
+        size: tuple[int, int] | None = None,
+    ) -> None:
+        check_declaration(lanes.obs_space, lanes.act_space)
+        ActionMask.of(lanes.obs_space, lanes.act_space)
+        super().__init__(cast(Env, lanes), bounds)
+        self._lanes, self.lanes = lanes, lanes.lanes
+        self.unlogged = lanes.unlogged
+        images = {key for key, s in lanes.obs_space.items() if is_image(s.dtype, s.shape)}
+        self._size = dict.fromkeys(images, size) if size else {}
+        for key in self._size:
+            channels = lanes.obs_space[key].shape[2]
+            resized = Space(np.uint8, (*(size or ()), channels))
+            self._obs_space = {**self._obs_space, key: resized}
+        self.not_finite: NotFiniteError | None = None
+        """NaN or infinity in the last step."""
+        self._remaining = _BOUNDS_STEPS
+
+    @property
+    def present(self) -> Mask:
+        """Which lanes have an observation."""
+        return self._lanes.present
+
+    @property
+    def reset_action(self) -> Arrays:
+        """The action that resets every lane."""
+        return {RESET: np.ones(self.lanes, bool)}
+
+    def step(self, action: Mapping[str, Any]) -> Arrays:
+        obs = self.env.step(action) if len(action) == 1 else super().step(action)
+        for key, size in self._size.items():
+            assert size is not None
+            obs[key] = np.stack([resize(image, size) for image in obs[key]])
+        for key, space in self._obs_space.items():
+            value = obs[key]
+            if value.dtype != space.dtype or value.shape != (self.lanes, *space.shape):
+                raise SpaceError(
+                    f"Observation {key!r} has dtype {value.dtype} and shape {value.shape}, but its "
+                    f"space says {space.dtype} and {(self.lanes, *space.shape)}: correct "
+                    "single_observation_space or the value."
+                )
+        self._check_finite(obs)
+        if self._remaining > 0:
+            self._remaining -= 1
+            self._check_bounds(obs)
+        return obs
+
+    def _check_finite(self, obs: Arrays) -> None:
+        self.not_finite = None
+        for key, space in self._obs_space.items():
+            # NaN propagates to the maximum and compares false; -inf marks a missing value.
+            if space.discrete or float(np.maximum.reduce(obs[key], None)) < np.inf:
+                continue
+            flat = obs[key].reshape(self.lanes, -1)
+            bad = ~(flat.max(1) < np.inf) & self.present
+            if bad.any():
+                which = ", ".join(map(str, np.flatnonzero(bad)[:5]))
+                self._lanes.give_up(bad)
+                self.not_finite = NotFiniteError(
+                    f"Observation {key!r} holds NaN or infinity in lane {which}: the environment "
+                    "has to return finite numbers (-inf alone may mark a missing value).",
+                    key,
+                )
+
+    def _check_bounds(self, obs: Arrays) -> None:
+        for key, space in self._obs_space.items():
+            value = obs[key][self.present]
+            above = value >= space.high if space.discrete else value > space.high
+            if not np.any(above | (value < space.low)) or np.any(np.isneginf(value)):
+                continue
+            raise SpaceError(
+                f"Observation {key!r} runs from {value.min()} to {value.max()}, outside its space "
+                f"{space}: widen single_observation_space or clip the value."
+            )
+
+
+def _check(env: Any, lanes: int) -> AutoresetMode:
+    """The autoreset mode of a vector environment; refuses anything else."""
+    name = type(env).__name__
+    for attribute in ("num_envs", "single_observation_space", "single_action_space", "step"):
+        if not hasattr(env, attribute):
+            raise EnvError(
+                f"{name} has no {attribute}, so it is no vector environment: return a "
+                "gymnasium.vector.VectorEnv, or give the factory no parameter num_envs."
+            )
+    if env.num_envs != lanes:
+        raise EnvError(
+            f"{name} has {env.num_envs} environments, and {lanes} were asked for: make as many as "
+            "the factory's parameter num_envs says."
+        )
+    found = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
+    try:
+        return AutoresetMode(found)
+    except ValueError:
+        raise EnvError(
+            f"{name} does not say how its episodes end: set metadata['autoreset_mode'] to a value "
+            "of gymnasium.vector.AutoresetMode."
+        ) from None
+
+
+def _numbers(info: Mapping[str, Any], name: str, lanes: int) -> NDArray[np.float32]:
+    """A number of each lane from `info`; -inf where it is missing."""
+    given = info.get(name)
+    if given is None or np.shape(given)[:1] != (lanes,):
+        return np.full(lanes, _MISSING)
+    values, there = np.asarray(given), info.get(f"_{name}")
+    if values.dtype.kind not in "biuf" or values.ndim > 1:
+        numbers = np.array([loggable_number(value) for value in given], np.float32)
+    else:
+        numbers = values.astype(np.float32)
+        numbers[~(np.abs(numbers) < 1e18)] = _MISSING
+    return numbers if there is None else np.where(there, numbers, _MISSING)
+
+
+def _stacked(space: Any, rows: Sequence[Any]) -> Any:
+    """Observations of single lanes as a batch."""
+    inner = getattr(space, "spaces", None)
+    if isinstance(inner, Mapping):
+        return {key: _stacked(part, [row[key] for row in rows]) for key, part in inner.items()}
+    if inner is not None:
+        return tuple(_stacked(part, [row[n] for row in rows]) for n, part in enumerate(inner))
+    return np.stack([np.asarray(row) for row in rows])
+
+
+def _merged(one: Arrays, other: Arrays, rows: Mask) -> Arrays:
+    """Some rows of the other arrays among those of the one."""
+    if not rows.any():
+        return one
+    result = {key: np.array(value) for key, value in one.items()}
+    for key, value in result.items():
+        value[rows] = other[key][rows]
+    return result

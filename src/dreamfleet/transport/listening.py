@@ -1,0 +1,90 @@
+"""What a server needs of a place where it listens; `local` and `remote` have one each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from dreamfleet.transport.address import Address
+from dreamfleet.transport.codec import Buffer
+from dreamfleet.transport.security import Caller, Identity
+
+FOREVER = float("inf")
+
+
+class Poller(Protocol):
+    """What `select.epoll` and `select.poll` have in common."""
+
+    def register(self, descriptor: int, events: int, /) -> None: ...
+
+    def modify(self, descriptor: int, events: int, /) -> None: ...
+
+    def unregister(self, descriptor: int, /) -> None: ...
+
+
+class Origin:
+    """Where a message came from."""
+
+    __slots__ = ("identity", "peer")
+
+    def __init__(self, peer: bytes, identity: Identity) -> None:
+        self.peer = peer
+        """Tells the connection from all others of the server."""
+        self.identity = identity
+
+    @property
+    def address(self) -> str:
+        """The number of its machine, or of its process if it is on the same machine."""
+        raise NotImplementedError
+
+    @property
+    def caller(self) -> Caller:
+        return Caller(*self.identity, self.address, self.peer)
+
+
+class Listener(ABC):
+    """Takes connections, receives messages and sends answers. Touched under the loop's lock."""
+
+    address: Address
+    """Where clients connect."""
+    due = FOREVER
+    """When `on_due` wants to be called."""
+    refused = 0
+    """Connections that were refused for their key."""
+
+    @abstractmethod
+    def register(self, poller: Poller) -> None:
+        """Have the poller watch everything that may become readable."""
+
+    @abstractmethod
+    def notice(self, descriptor: int, events: int) -> bool:
+        """The poller reports a descriptor; False if it is not one of this listener."""
+
+    @abstractmethod
+    def receive(self) -> tuple[Origin, list[Any]] | None:
+        """The next message, if there is one. Connections have their turns."""
+
+    @abstractmethod
+    def send(self, peer: bytes, frames: list[Buffer]) -> bool:
+        """Send a message; False if the peer has gone or does not read."""
+
+    @abstractmethod
+    def connected(self, peer: bytes) -> bool:
+        """Whether a peer is connected."""
+
+    @abstractmethod
+    def hang_up(self, origin: Origin) -> bool:
+        """End the connection of a peer; whether it was there."""
+
+    def on_due(self) -> int:
+        """Look after connections; returns how many were ended."""
+        return 0
+
+    def readable(self) -> bool:
+        """Whether a message waits that the poller may not report."""
+        return False
+
+    @abstractmethod
+    def closer(self) -> Callable[[], None]:
+        """What gives everything back. It does not hold on to the server, which may be forgotten."""

@@ -1,0 +1,608 @@
+"""Connections between processes of one machine: packets over a socket file, and shared memory.
+
+A message is one packet (`SOCK_SEQPACKET`), written and read by whoever sends or waits, without
+another thread in between. Frames of 4 kB or more lie in shared memory (`slab`), and the packet says
+where; without it they are inside. What is too large for a packet comes in several parts. A packet
+that finds the socket full waits in the sender's outbox.
+
+    message      how many frames, slab, slot, the size of each, and the frames that are not shared
+    part         a piece of a message, and whether it is the last
+    slab         the descriptor of shared memory that the sender wants to use
+    slab ready   the receiver has mapped it
+
+Only Linux has all of it. Elsewhere libzmq serves socket files, too.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import select
+import socket as sockets
+import struct
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from dreamfleet.transport import wire
+from dreamfleet.transport.address import Address, clean_up, file_identity, prepare
+from dreamfleet.transport.codec import Buffer
+from dreamfleet.transport.errors import AddressError, MessageError
+from dreamfleet.transport.listening import FOREVER, Listener, Origin, Poller
+from dreamfleet.transport.security import RUN, Identity
+from dreamfleet.transport.slab import (
+    LEAST_SHARED,
+    MAX_SLAB,
+    SHARED_FROM,
+    Slab,
+    SlabView,
+    aligned_total,
+)
+
+AVAILABLE = sys.platform == "linux"
+SHARING = True
+"""Whether connections that are made from now on use shared memory."""
+
+_MESSAGE, _PART, _SLAB, _SLAB_READY = range(4)
+_HEAD = struct.Struct("<4I")  # kind and count, and two numbers of that kind
+_KIND_SHIFT = 24
+_COUNT_MASK = (1 << _KIND_SHIFT) - 1
+_SHARED = 1 << 31  # in the size of a frame
+_NO_SLOT = (1 << 32) - 1
+_ALIGN = 16
+_PADDING = bytes(_ALIGN)
+
+_ROOM = 212_992  # bytes that every Linux grants a socket; it takes packets of nearly twice that
+_LARGEST = 2 * _ROOM - 4096
+_MOST_BUFFERS = 512  # of one system call
+_MOST_WAITING = wire.MAX_INFLIGHT + 8  # messages in an outbox
+_DESCRIPTORS = sockets.CMSG_SPACE(4)
+
+_IN = select.POLLIN
+_IN_OUT = select.POLLIN | select.POLLOUT
+_ACCEPT_PAUSE = 1.0  # seconds without new connections after the process ran out of files
+_MOST_CONNECTIONS = 4096
+_TRUSTED = Identity(RUN)
+
+
+class LocalSocket:
+    """One end of a connection. Touched by one thread at a time.
+
+    Args:
+        socket: A connected socket for packets.
+        buffer: Where packets are received; several sockets of one thread may share it.
+    """
+
+    def __init__(self, socket: sockets.socket, buffer: bytearray | None = None) -> None:
+        socket.setblocking(False)
+        socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF, _ROOM)
+        granted = socket.getsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF)
+        self._socket = socket
+        self._largest = min(_LARGEST, granted - 4096)
+        self._buffer = bytearray(_LARGEST) if buffer is None else buffer
+        self._outbox: deque[tuple[bytes, Slab | None]] = deque()
+        self._parts: list[bytes] = []
+        self._parts_size = 0
+        self._slab: Slab | None = None  # of what is sent
+        self._slab_number, self._slab_ready = 0, False
+        self._slab_limit = MAX_SLAB // 2 if SHARING else 0  # bytes; a larger slab was denied
+        self._view: SlabView | None = None  # of what is received
+        self._view_number = 0
+        self.ended = False
+        """Whether the other side has closed it, and everything was read."""
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether packets wait until the socket has room for them."""
+        return bool(self._outbox)
+
+    # --- sending ---------------------------------------------------------------------------------
+
+    def send(self, frames: Sequence[Buffer]) -> bool:
+        """Send a message, now or as soon as there is room; False if the other side has gone or
+        does not read."""
+        if len(self._outbox) >= _MOST_WAITING:
+            return False
+        sizes = [len(frame) for frame in frames]
+        slot = -1
+        if max(sizes) >= SHARED_FROM:
+            frames, sizes, slot = self._share(frames, sizes)
+        first = _MESSAGE << _KIND_SHIFT | len(sizes)
+        head = _HEAD.pack(first, self._slab_number, slot & _NO_SLOT, 0)
+        packed, total = _packed_sizes(tuple(sizes))
+        parts: list[Buffer] = [head, packed]
+        for frame in frames:
+            parts.append(frame)
+            if padding := -len(frame) % _ALIGN:
+                parts.append(_PADDING[:padding])
+        if total > self._largest:
+            return self._send_parts(b"".join(parts))
+        if len(parts) > _MOST_BUFFERS:
+            parts = [b"".join(parts)]
+        return self._push(parts)
+
+    def keep(self, frames: Sequence[Buffer]) -> list[Buffer] | None:
+        """Copies of frames that `send` will not have to copy, if there is shared memory for them.
+        They last as long as the caller holds them."""
+        slab = self._slab
+        if slab is None or not self._slab_ready or sum(map(len, frames)) < LEAST_SHARED:
+            return None
+        return slab.fill(frames)
+
+    def flush(self) -> None:
+        """Send what waits, as far as there is room."""
+        while self._outbox and self._transmit([self._outbox[0][0]], self._outbox[0][1]):
+            self._outbox.popleft()
+
+    def _share(
+        self, frames: Sequence[Buffer], sizes: list[int]
+    ) -> tuple[Sequence[Buffer], list[int], int]:
+        """The frames that stay in the packet, the sizes of all with a mark for those that do not,
+        and the slot of these."""
+        large = [index for index, size in enumerate(sizes) if size >= SHARED_FROM]
+        slab = self._slab
+        if slab is not None and self._slab_ready and slab.is_own(frames[large[-1]]):
+            large = [index for index in large if slab.is_own(frames[index])]
+            slot = slab.send()
+        else:
+            total = aligned_total([sizes[index] for index in large])
+            if not LEAST_SHARED <= total <= self._slab_limit:
+                return frames, sizes, -1
+            if slab is None or slab.slot_bytes < total:
+                self._offer(total)
+                return frames, sizes, -1
+            copies = slab.fill([frames[index] for index in large]) if self._slab_ready else None
+            if copies is None:
+                return frames, sizes, -1
+            slot = slab.send()
+        for index in large:
+            sizes[index] |= _SHARED
+        rest = [f for f, size in zip(frames, sizes, strict=True) if not size & _SHARED]
+        return rest, sizes, slot
+
+    def _offer(self, total: int) -> None:
+        """Send the descriptor of shared memory. It is used once the other side has mapped it."""
+        try:
+            slab = Slab(total)
+        except OSError:
+            self._slab_limit = total - 1
+            return
+        self._slab, self._slab_ready = slab, False
+        self._slab_number += 1
+        head = _HEAD.pack(_SLAB << _KIND_SHIFT, self._slab_number, slab.slot_bytes, 0)
+        self._push([head], slab)
+
+    def _send_parts(self, data: bytes) -> bool:
+        room = self._largest - _HEAD.size
+        sent = True
+        for start in range(0, len(data), room):
+            last = start + room >= len(data)
+            head = _HEAD.pack(_PART << _KIND_SHIFT | last, 0, 0, 0)
+            sent = self._push([head, data[start : start + room]])
+        return sent
+
+    def _push(self, parts: Sequence[Buffer], slab: Slab | None = None) -> bool:
+        try:
+            if not self._outbox and self._transmit(parts, slab):
+                return True
+        except OSError:
+            return False
+        self._outbox.append((b"".join(parts), slab))
+        return True
+
+    def _transmit(self, parts: Sequence[Buffer], slab: Slab | None) -> bool:
+        """Hand a packet to the kernel; False if there is no room for it."""
+        ancillary: list[Any] = []
+        if slab is not None:
+            descriptor = struct.pack("i", slab.descriptor)
+            ancillary = [(sockets.SOL_SOCKET, sockets.SCM_RIGHTS, descriptor)]
+        try:
+            self._socket.sendmsg(parts, ancillary, sockets.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return False
+        except OSError as problem:
+            if slab is None or problem.errno not in (errno.ETOOMANYREFS, errno.EMFILE):
+                raise
+            self._socket.sendmsg(parts, (), sockets.MSG_NOSIGNAL)  # which nobody will map
+        return True
+
+    # --- receiving -------------------------------------------------------------------------------
+
+    def receive(self) -> list[Buffer] | None:
+        """The frames of the next message; an empty list for one that is malformed, None if there is
+        none now."""
+        for _ in range(2):
+            try:
+                size, ancillary, _, _ = self._socket.recvmsg_into((self._buffer,), _DESCRIPTORS)
+                break
+            except BlockingIOError:
+                return None
+            except OSError:  # the other side has ended; what it had sent before is still there
+                size, ancillary = 0, []
+        if not size:
+            self.ended = True
+            return None
+        packet = bytes(memoryview(self._buffer)[:size])
+        descriptors = list(_descriptors(ancillary)) if ancillary else []
+        try:
+            return self._take(packet, descriptors)
+        except (MessageError, struct.error):
+            return []
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _take(self, packet: bytes, descriptors: list[int]) -> list[Buffer] | None:
+        first, number, more, _ = _HEAD.unpack_from(packet)
+        kind, amount = first >> _KIND_SHIFT, first & _COUNT_MASK
+        if kind == _MESSAGE:
+            return self._frames(packet, amount, number, more)
+        if kind == _PART:
+            self._parts.append(packet[_HEAD.size :])
+            self._parts_size += len(packet)
+            if self._parts_size > wire.MAX_CALL + wire.MAX_MESSAGE:
+                raise MessageError("A message is larger than any may be.")
+            if not amount:
+                return None
+            whole, self._parts, self._parts_size = b"".join(self._parts), [], 0
+            first, number, more, _ = _HEAD.unpack_from(whole)
+            if first >> _KIND_SHIFT != _MESSAGE:
+                raise MessageError("Only messages come in parts.")
+            return self._frames(whole, first & _COUNT_MASK, number, more)
+        if kind == _SLAB:
+            self._map(number, more, descriptors)
+        elif kind == _SLAB_READY:
+            self._slab_ready = self._slab is not None and number == self._slab_number
+        else:
+            raise MessageError("A packet of an unknown kind.")
+        return None
+
+    def _map(self, number: int, slot_bytes: int, descriptors: list[int]) -> None:
+        """Map the other side's memory. If that is not possible, it goes on without."""
+        if len(descriptors) != 1 or not SHARING:
+            return
+        try:
+            self._view, self._view_number = SlabView(descriptors[0], slot_bytes), number
+        except OSError:
+            return
+        self._push([_HEAD.pack(_SLAB_READY << _KIND_SHIFT, number, 0, 0)])
+
+    def _frames(self, packet: bytes, amount: int, number: int, slot: int) -> list[Buffer]:
+        frames, shared = _unpack_frames(packet, amount)
+        if shared:
+            if self._view is None or number != self._view_number:
+                raise MessageError("A message refers to memory that was not shared.")
+            sizes = list(shared.values())
+            for index, frame in zip(shared, self._view.frames(slot, sizes), strict=True):
+                frames[index] = frame
+        return frames
+
+    def close(self) -> None:
+        self._outbox.clear()
+        self._slab = self._view = None
+        self._socket.close()
+
+
+@lru_cache(maxsize=256)
+def _packed_sizes(sizes: tuple[int, ...]) -> tuple[bytes, int]:
+    """The sizes of frames as they stand in a packet, and the bytes of the packet."""
+    words = struct.pack(f"<{len(sizes)}I", *sizes)
+    words += _PADDING[: -len(words) % _ALIGN]
+    inside = sum(size + -size % _ALIGN for size in sizes if not size & _SHARED)
+    return words, _HEAD.size + len(words) + inside
+
+
+def _unpack_frames(packet: bytes, amount: int) -> tuple[list[Buffer], dict[int, int]]:
+    """The frames of a message, and the sizes of those that are not inside, by their place.
+
+    Raises:
+        MessageError: It is malformed.
+    """
+    if not 0 < amount <= wire.MAX_FRAMES or len(packet) < _HEAD.size + 4 * amount:
+        raise MessageError("A packet without frames, or with too many.")
+    view, frames, shared = memoryview(packet), list[Buffer](), dict[int, int]()
+    start = _HEAD.size + 4 * amount + -4 * amount % _ALIGN
+    for index, size in enumerate(struct.unpack_from(f"<{amount}I", packet, _HEAD.size)):
+        if size & _SHARED:
+            shared[index] = size & ~_SHARED
+            frames.append(b"")
+        else:
+            frames.append(view[start : start + size])
+            start += size + -size % _ALIGN
+    if start != len(packet):
+        raise MessageError("A packet does not have the size that it announces.")
+    return frames, shared
+
+
+def split_packet(packet: bytes) -> list[Buffer]:
+    """The frames that are inside a packet, and empty ones for the others; none if it is not a
+    message as a whole."""
+    try:
+        first = _HEAD.unpack_from(packet)[0]
+        if first >> _KIND_SHIFT == _MESSAGE:
+            return _unpack_frames(packet, first & _COUNT_MASK)[0]
+    except (MessageError, struct.error):
+        pass
+    return []
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> Iterator[int]:
+    for level, kind, data in ancillary:
+        if level == sockets.SOL_SOCKET and kind == sockets.SCM_RIGHTS:
+            for (descriptor,) in struct.iter_unpack("i", data[: len(data) - len(data) % 4]):
+                yield descriptor
+
+
+# --- servers -------------------------------------------------------------------------------------
+
+
+class LocalOrigin(Origin):
+    """A connection of a process of this machine."""
+
+    __slots__ = ("_address", "socket")
+
+    def __init__(self, peer: bytes, socket: LocalSocket, address: str) -> None:
+        super().__init__(peer, _TRUSTED)
+        self.socket, self._address = socket, address
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+
+class LocalListener(Listener):
+    """Listens at a socket file.
+
+    Raises:
+        AddressError: Another server is alive there, or the file cannot be made.
+        SecurityError: Others can enter its directory.
+    """
+
+    PREFIX = b"local-"
+    """What the names of peers begin with; those of libzmq begin with a zero."""
+
+    def __init__(self, address: Address, name: str) -> None:
+        prepare(address)
+        self.address = address
+        self._listener = sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET)
+        try:
+            address.path.unlink(missing_ok=True)  # of a server that was killed
+            self._listener.setblocking(False)
+            self._listener.bind(str(address.path))
+            self._listener.listen(wire.BACKLOG)
+        except OSError as problem:
+            self._listener.close()
+            raise AddressError(f"{name} cannot bind {address.text}: {problem}.") from None
+        self.file = file_identity(address)
+        self._poller: Poller | None = None
+        self._numbers = count(1)
+        self._by_peer: dict[bytes, LocalOrigin] = {}
+        self._by_descriptor: dict[int, LocalOrigin] = {}
+        self._readable: deque[int] = deque()
+        self._buffer = bytearray(_LARGEST)
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = min(_MOST_CONNECTIONS, files // 4) if files > 0 else _MOST_CONNECTIONS
+
+    def register(self, poller: Poller) -> None:
+        self._poller = poller
+        poller.register(self._listener.fileno(), _IN)
+
+    def notice(self, descriptor: int, events: int) -> bool:
+        if origin := self._by_descriptor.get(descriptor):
+            if events & select.POLLOUT:
+                self._flush(origin)
+            if events & ~select.POLLOUT:
+                self._readable.append(descriptor)
+            return True
+        if descriptor == self._listener.fileno():
+            self._accept()
+            return True
+        return False
+
+    def receive(self) -> tuple[Origin, list[Any]] | None:
+        while self._readable:
+            origin = self._by_descriptor.get(self._readable.popleft())
+            if origin is None:  # it has ended meanwhile
+                continue
+            if (frames := origin.socket.receive()) is not None:
+                return origin, frames
+            if origin.socket.ended:
+                self._drop(origin)
+            elif origin.socket.waiting:
+                self._watch(origin)
+        return None
+
+    def send(self, peer: bytes, frames: list[Buffer]) -> bool:
+        origin = self._by_peer.get(peer)
+        if origin is None or not origin.socket.send(frames):
+            return False
+        if origin.socket.waiting:
+            self._watch(origin)
+        return True
+
+    def connected(self, peer: bytes) -> bool:
+        origin = self._by_peer.get(peer)
+        if origin is None:
+            return False
+        poller = select.poll()
+        poller.register(origin.socket.fileno(), 0)
+        return not poller.poll(0)  # which tells of nothing but the end
+
+    def hang_up(self, origin: Origin) -> bool:
+        known = self._by_peer.get(origin.peer)
+        if known is not None:
+            self._drop(known)
+        return known is not None
+
+    def on_due(self) -> int:
+        self.due = FOREVER
+        if self._poller:
+            self._poller.register(self._listener.fileno(), _IN)
+        return 0
+
+    def closer(self) -> Callable[[], None]:
+        return self._close
+
+    def _close(self) -> None:
+        clean_up(self.address, self.file)  # while the address is still ours
+        self._listener.close()
+        for origin in list(self._by_peer.values()):
+            origin.socket.close()
+        self._by_peer.clear()
+        self._by_descriptor.clear()
+
+    def _accept(self) -> None:
+        try:
+            socket, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError:  # there are no files left
+            if self._poller:
+                self._poller.unregister(self._listener.fileno())
+            self.due = time.monotonic() + _ACCEPT_PAUSE
+            return
+        if len(self._by_peer) >= self._most or self._poller is None:
+            socket.close()
+            return
+        credentials = socket.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, 12)
+        process = struct.unpack("3i", credentials)[0]
+        peer = self.PREFIX + str(next(self._numbers)).encode()
+        origin = LocalOrigin(peer, LocalSocket(socket, self._buffer), f"process {process}")
+        self._by_peer[peer] = self._by_descriptor[socket.fileno()] = origin
+        self._poller.register(socket.fileno(), _IN)
+
+    def _watch(self, origin: LocalOrigin) -> None:
+        if self._poller:
+            self._poller.modify(origin.socket.fileno(), _IN_OUT)
+
+    def _flush(self, origin: LocalOrigin) -> None:
+        try:
+            origin.socket.flush()
+        except OSError:
+            return  # the end is noticed by reading
+        if not origin.socket.waiting and self._poller:
+            self._poller.modify(origin.socket.fileno(), _IN)
+
+    def _drop(self, origin: LocalOrigin) -> None:
+        descriptor = origin.socket.fileno()
+        del self._by_peer[origin.peer], self._by_descriptor[descriptor]
+        if self._poller:
+            self._poller.unregister(descriptor)
+        origin.socket.close()
+
+
+# --- clients -------------------------------------------------------------------------------------
+
+
+class LocalLink:
+    """A client's connection to a socket file, if a server listens there."""
+
+    def __init__(self, path: Path) -> None:
+        self._socket: LocalSocket | None = None
+        self._change: wire.Change | None = wire.Change(connected=True)
+        self._readable = self._watched = self._told = False
+        self._poller: Poller | None = None
+        made = sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET)
+        try:
+            made.setblocking(False)
+            made.connect(str(path))
+            self._socket = LocalSocket(made)
+        except OSError as problem:
+            made.close()
+            text = _REFUSALS.get(problem.errno or 0, f"its socket file cannot be used: {problem}")
+            self._change = wire.Change(ended=True, problem=text)
+
+    def fileno(self) -> int:
+        return self._socket.fileno() if self._socket else -1
+
+    def register(self, poller: Poller) -> None:
+        if self._socket:
+            self._poller = poller
+            poller.register(self._socket.fileno(), _IN)
+
+    def notice(self, descriptor: int, events: int) -> None:
+        if self._socket and descriptor == self._socket.fileno():
+            self._readable |= bool(events & ~select.POLLOUT)
+
+    def change(self) -> wire.Change | None:
+        """What has happened to the connection, if anything."""
+        if self.ended:
+            self._told = True
+            return wire.Change(ended=True)
+        change, self._change = self._change, None
+        return change
+
+    @property
+    def ended(self) -> bool:
+        """Whether the server has gone, and `change` has not told so."""
+        return not self._told and self._socket is not None and self._socket.ended
+
+    def send(self, frames: list[Buffer]) -> bool:
+        if self._socket is None or not self._socket.send(frames):
+            return False
+        self._watch(self._socket)
+        return True
+
+    def keep(self, frames: list[Buffer]) -> list[Buffer] | None:
+        return self._socket.keep(frames) if self._socket else None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something that was sent waits until there is room for it."""
+        return self._socket is not None and self._socket.waiting
+
+    @property
+    def readable(self) -> bool:
+        """Whether a message waits that a poller may not report."""
+        return False
+
+    def receive(self) -> list[Any] | None:
+        """The next message, if there is one."""
+        if self._socket is None:
+            return None
+        if self._socket.waiting:
+            try:
+                self._socket.flush()
+            except OSError:
+                self._readable = True  # which finds the end
+            self._watch(self._socket)
+        if not self._readable:
+            return None
+        self._readable = False
+        return self._socket.receive()
+
+    def drain(self) -> Iterator[list[Any]]:
+        """What the server had sent before it went."""
+        while self._socket and not self._socket.ended:
+            message = self._socket.receive()
+            if message is not None:
+                yield message
+            elif not self._socket.ended:
+                return
+
+    def close(self, linger: int | None = None) -> None:
+        del linger  # what was sent is in the other side's socket
+        if self._socket:
+            self._socket.close()
+
+    def _watch(self, socket: LocalSocket) -> None:
+        if self._poller and (socket.waiting or self._watched):
+            self._watched = socket.waiting
+            self._poller.modify(socket.fileno(), _IN_OUT if socket.waiting else _IN)
+
+
+_REFUSALS = {
+    errno.ENOENT: wire.NOBODY,
+    errno.ECONNREFUSED: wire.NOBODY,
+    errno.EAGAIN: "it has not accepted the connections of others yet",
+    errno.EPROTOTYPE: "what listens there is no server of this version of Dreamfleet",
+}

@@ -1,0 +1,463 @@
+"""Connections between machines: TCP by libzmq, encrypted where there are keys.
+
+libzmq connects, greets, pings and notices loss in a thread of its own. Its sockets belong to no
+thread, but to one at a time. They signal a message once: whoever sends may swallow the signal of
+one that came meanwhile, so both sides look again after they have sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import select
+import socket as sockets
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import zmq
+
+from dreamfleet.transport import wire
+from dreamfleet.transport.address import Address, prepare
+from dreamfleet.transport.codec import Buffer, encode
+from dreamfleet.transport.errors import AddressError
+from dreamfleet.transport.guard import Guard
+from dreamfleet.transport.listening import FOREVER, Listener, Origin, Poller
+from dreamfleet.transport.security import (
+    RUN,
+    Authenticator,
+    Identify,
+    Identity,
+    Keys,
+    Revoked,
+    RoleKey,
+)
+
+log = logging.getLogger(__name__)
+
+# Plain numbers: pyzmq's enums do their arithmetic in Python, which shows at this rate.
+_POLLIN = int(zmq.POLLIN)
+_NOBLOCK = int(zmq.NOBLOCK)
+_NOBLOCK_MORE = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
+_send = zmq.backend.Socket.send  # without the options of the class above it
+_get = zmq.backend.Socket.get
+_EVENTS = zmq.SocketOption.EVENTS
+
+_TRUSTED = Identity(RUN)
+_MOST_REMEMBERED = 4096  # connections of those who may be revoked
+_REVOKED_SECONDS = 1.0  # between two looks at what is revoked
+_CONNECT_TIMEOUT = 3000  # ms; then there is another attempt, at the name's next number
+_PROBE = wire.pack(wire.STALE, 0, encode(None))  # which a client ignores
+_SILENT = "there is no answer: its machine is off, or a firewall drops the packets"
+
+
+def send(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
+    """Hand a whole message to libzmq, which copies it.
+
+    Raises:
+        zmq.ZMQError: It cannot be delivered.
+    """
+    for frame in frames[:-1]:
+        _send(socket, frame, _NOBLOCK_MORE)
+    _send(socket, frames[-1], _NOBLOCK)
+
+
+def receive(socket: zmq.Socket[bytes]) -> tuple[zmq.Frame, list[Any]] | None:
+    """Read one whole message, if one is waiting: its first frame, which also knows about the
+    connection, and the others; none of them if they are too many."""
+    if not readable(socket):  # far cheaper than the exception that an empty socket raises
+        return None
+    first = frame = socket.recv(_NOBLOCK, copy=False)
+    frames: list[Any] = []
+    while frame.more:
+        frame = socket.recv(copy=False)
+        if len(frames) <= wire.MAX_FRAMES:
+            frames.append(frame.buffer)
+    return first, frames if len(frames) <= wire.MAX_FRAMES else []
+
+
+def readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message is waiting."""
+    return bool(int(_get(socket, _EVENTS)) & _POLLIN)
+
+
+def set_limits(socket: zmq.Socket[bytes]) -> None:
+    """Bound what one peer may cost, and notice a peer that no longer responds."""
+    socket.maxmsgsize = wire.MAX_MESSAGE
+    socket.sndhwm = socket.rcvhwm = wire.MAX_INFLIGHT + 8
+    socket.heartbeat_ivl = wire.HEARTBEAT
+    socket.heartbeat_timeout = wire.HEARTBEAT_TIMEOUT
+    socket.heartbeat_ttl = wire.HEARTBEAT_TIMEOUT
+    socket.handshake_ivl = wire.HANDSHAKE_TIMEOUT
+
+
+# --- servers -------------------------------------------------------------------------------------
+
+
+class RemoteOrigin(Origin):
+    """A connection of libzmq, which a message came by."""
+
+    __slots__ = ("_frame",)
+
+    def __init__(self, frame: zmq.Frame, identity: Identity) -> None:
+        super().__init__(frame.bytes, identity)
+        self._frame = frame
+
+    @property
+    def address(self) -> str:
+        try:
+            text = str(self._frame.get("Peer-Address"))
+        except zmq.ZMQError:  # a peer that speaks a protocol of libzmq's early days
+            return "an unknown address"
+        # libzmq's words for peers on the same machine: localhost:UID:GID:PID
+        return f"process {text.rpartition(':')[2]}" if text.startswith("localhost:") else text
+
+    @property
+    def descriptor(self) -> int:
+        """The descriptor of the connection; -1 if it is not known."""
+        try:
+            return int(self._frame.get(zmq.SRCFD))
+        except zmq.ZMQError:
+            return -1
+
+
+class RemoteListener(Listener):
+    """Listens at a port.
+
+    Args:
+        address: Where.
+        name: Shown in errors.
+        keys: The run key, if connections are encrypted.
+        roles: The roles that may call some method.
+        identify: What keys stand for that do not follow from the run key.
+        revoked: Names that lose their connections.
+
+    Raises:
+        AddressError: The address is taken, or none of this machine's.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        name: str,
+        keys: Keys | None,
+        roles: Callable[[], Collection[str]],
+        identify: Identify | None,
+        revoked: Revoked | None,
+    ) -> None:
+        self._name, self._revoked = name, revoked if keys else None
+        self._ended: dict[bytes, int] = {}  # descriptors of peers that were hung up on
+        self._invited: dict[bytes, tuple[str, int, str]] = {}  # name, descriptor, address
+        self._read_by: dict[int, int] = {}  # bytes of messages since the guard looked
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._authenticator = (
+                Authenticator(self._context, keys, roles, identify) if keys else None
+            )
+            self._socket, self.address = self._bind(address, keys)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._guard: Guard | None = None
+        self._guard_at = FOREVER
+        if self.address.kind == "tcp" and Guard.works():
+            self._guard, self._guard_at = Guard(self.address.port), -FOREVER
+            self._part_cost = wire.CURVE_PART_COST if keys else wire.PART_COST
+        self._revoked_at = -FOREVER if self._revoked else FOREVER
+        self.due = min(self._guard_at, self._revoked_at)
+
+    def _bind(self, address: Address, keys: Keys | None) -> tuple[zmq.Socket[bytes], Address]:
+        socket = self._context.socket(zmq.ROUTER)
+        set_limits(socket)
+        socket.backlog = wire.BACKLOG
+        socket.router_mandatory = True  # an answer that cannot be delivered is counted, not lost
+        socket.linger = 1000
+        socket.ipv6 = ":" in address.host
+        if keys:
+            keys.protect_server(socket)
+        prepare(address)
+        try:
+            if address.kind == "tcp" and address.port == 0:
+                socket.bind(address.endpoint.replace("{auto}", "*"))
+                endpoint = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0")
+                address = Address("tcp", address.host, int(endpoint.rpartition(b":")[2]))
+            else:
+                socket.bind(address.endpoint)
+        except zmq.ZMQError as problem:
+            raise AddressError(f"{self._name} cannot bind {address.text}: {problem}.") from None
+        return socket, address
+
+    def register(self, poller: Poller) -> None:
+        for descriptor in self._descriptors():
+            poller.register(descriptor, select.POLLIN)
+
+    def notice(self, descriptor: int, events: int) -> bool:
+        del events
+        return descriptor in self._descriptors()
+
+    def _descriptors(self) -> list[int]:
+        own = [self._socket.fileno()]
+        return [*own, self._authenticator.socket.fileno()] if self._authenticator else own
+
+    def receive(self) -> tuple[Origin, list[Any]] | None:
+        while self._authenticator and readable(self._authenticator.socket):
+            self.refused += not self._authenticator.answer()
+        message = receive(self._socket)
+        if message is None:
+            return None
+        frame, frames = message
+        origin = self._origin(frame)
+        if self._guard:
+            size = sum(map(len, frames)) + self._part_cost * len(frames)
+            self._read_by[origin.descriptor] = self._read_by.get(origin.descriptor, 0) + size
+        return origin, frames
+
+    def _origin(self, frame: zmq.Frame) -> RemoteOrigin:
+        """Who a message is from. What its key stands for was found out when it connected."""
+        if self._authenticator is None:
+            return RemoteOrigin(frame, _TRUSTED)
+        identity = self._authenticator.identities[str(frame.get("User-Id"))]
+        origin = RemoteOrigin(frame, identity)
+        if identity.name and origin.peer not in self._invited:
+            # What it takes to end the connection when the name is revoked.
+            if len(self._invited) >= _MOST_REMEMBERED:
+                self._invited = {p: kept for p, kept in self._invited.items() if self.connected(p)}
+            self._invited[origin.peer] = (identity.name, origin.descriptor, origin.address)
+        return origin
+
+    def send(self, peer: bytes, frames: list[Buffer]) -> bool:
+        try:
+            send(self._socket, [peer, *frames])
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def connected(self, peer: bytes) -> bool:
+        """libzmq refuses a message to a peer that is not connected."""
+        try:
+            send(self._socket, [peer, *_PROBE])
+        except zmq.ZMQError as problem:
+            return problem.errno == zmq.EAGAIN  # it is, but it does not read
+        return True
+
+    def readable(self) -> bool:
+        return readable(self._socket)
+
+    def hang_up(self, origin: Origin) -> bool:
+        descriptor = origin.descriptor if isinstance(origin, RemoteOrigin) else -1
+        # What it had sent until then still comes.
+        if self._ended.get(origin.peer) == descriptor:
+            return False
+        return self._hang_up(origin.peer, descriptor, origin.address)
+
+    def _hang_up(self, peer: bytes, descriptor: int, address: str) -> bool:
+        if not self.connected(peer):
+            return False
+        _shut_down(descriptor, address)
+        if len(self._ended) >= _MOST_REMEMBERED:
+            self._ended.clear()
+        self._ended[peer] = descriptor
+        return True
+
+    def is_revoked(self, name: str) -> bool:
+        return bool(name and self._authenticator and name in self._authenticator.revoked)
+
+    def on_due(self) -> int:
+        """End the connections of those who were revoked, and those that hold more of unfinished
+        messages than they may."""
+        now, ended = time.monotonic(), 0
+        if self._guard and self._guard_at <= now:
+            ended += self._guard.look(self._read_by)
+            self._guard_at = now + self._guard.pause
+            self._read_by.clear()
+        if self._revoked and self._authenticator and self._revoked_at <= now:
+            self._revoked_at = now + _REVOKED_SECONDS
+            ended += self._end_revoked(self._revoked, self._authenticator)
+        self.due = min(self._guard_at, self._revoked_at)
+        return ended
+
+    def _end_revoked(self, revoked: Revoked, authenticator: Authenticator) -> int:
+        ended = 0
+        try:
+            authenticator.revoked = frozenset(revoked())
+        except Exception:
+            log.exception("%s: which names are revoked is not known.", self._name)
+        for peer, (name, descriptor, address) in list(self._invited.items()):
+            if name in authenticator.revoked:
+                ended += self._hang_up(peer, descriptor, address)
+                del self._invited[peer]
+        return ended
+
+    def closer(self) -> Callable[[], None]:
+        sockets = [self._socket]
+        if self._authenticator:
+            sockets.append(self._authenticator.socket)
+        return partial(_close, sockets, self._context)
+
+
+def _close(sockets: list[zmq.Socket[bytes]], context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    for socket in sockets:
+        socket.close()
+    context.term()  # which would wait for ever for a socket that nobody closes
+
+
+def _shut_down(descriptor: int, address: str) -> None:
+    """End the connection that has this descriptor and peer address. libzmq has no call for that,
+    and notices it as if the peer had hung up."""
+    try:
+        with sockets.socket(fileno=os.dup(descriptor)) as copy:
+            # The connection may have ended, and its number may be another's by now.
+            if copy.family == sockets.AF_UNIX or str(copy.getpeername()[0]) == address:
+                copy.shutdown(sockets.SHUT_RDWR)
+    except OSError:
+        return  # it has ended
+
+
+# --- clients -------------------------------------------------------------------------------------
+
+_HANDSHAKE_FAILURES = {
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "the handshake failed; is the server given the same key?",
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "the handshake failed; do both sides have a key?",
+    zmq.Event.HANDSHAKE_FAILED_AUTH: "the server refused the key",
+}
+_MONITORED = (
+    zmq.Event.HANDSHAKE_SUCCEEDED
+    | zmq.Event.DISCONNECTED
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
+)
+
+
+class RemoteLink:
+    """A client's connection to a port. libzmq makes one attempt after the other by itself.
+
+    Args:
+        address: Where the server listens.
+        endpoint: What libzmq is told: one of the numbers that the address stands for.
+        keys: The run key, or the key of a role.
+
+    Raises:
+        AddressError: Nobody can connect there.
+    """
+
+    def __init__(self, address: Address, endpoint: str, keys: Keys | RoleKey | None) -> None:
+        self.named, tcp = address.named, address.kind == "tcp"
+        # One context, and so one I/O thread of libzmq, serves all clients of a process.
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._socket = context.socket(zmq.DEALER)
+        set_limits(self._socket)
+        self._socket.linger = 1000
+        self._socket.reconnect_ivl = 20
+        self._socket.reconnect_ivl_max = 500
+        self._socket.ipv6 = "[" in endpoint
+        if tcp:
+            # An attempt whose packets are lost would be repeated after ever longer pauses, up to a
+            # minute after the network is back.
+            self._socket.connect_timeout = _CONNECT_TIMEOUT
+        if self.named:
+            # One attempt, because the next one may be at another number of the same name.
+            self._socket.reconnect_ivl = -1
+        if keys and tcp:
+            keys.protect_client(self._socket)
+        # Without a limit: libzmq's only I/O thread blocks on a monitor that is full, and nobody
+        # reads this one while the client is idle.
+        events = f"inproc://monitor-{secrets.token_hex(8)}"
+        self._socket.monitor(events, _MONITORED | zmq.Event.CLOSED if tcp else _MONITORED)
+        self._monitor = context.socket(zmq.PAIR)
+        self._monitor.rcvhwm = 0
+        self._monitor.linger = 0
+        self._monitor.connect(events)
+        self._monitor_ready = True  # its descriptor only tells of changes after this
+        self._messages = True  # there may be some; the descriptor only tells of changes
+        self._attempt_at = time.monotonic()
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError:
+            self.close(linger=0)
+            raise AddressError(
+                f"{address.text} is no address to connect to: write the name or number of the "
+                "machine where the server runs."
+            ) from None
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def register(self, poller: Poller) -> None:
+        for socket in (self._socket, self._monitor):
+            poller.register(socket.fileno(), select.POLLIN)
+
+    def notice(self, descriptor: int, events: int) -> None:
+        del events
+        self._messages = True
+        if descriptor == self._monitor.fileno():
+            self._monitor_ready = True
+
+    def change(self) -> wire.Change | None:
+        """What has happened to the connection, if anything."""
+        if not self._monitor_ready:
+            return None
+        try:
+            # Its first two bytes; zmq.utils.monitor would import asyncio to say so.
+            message = self._monitor.recv_multipart(zmq.NOBLOCK)[0]
+        except zmq.Again:
+            self._monitor_ready = False
+            return None
+        event = int.from_bytes(message[:2], sys.byteorder)
+        if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+            return wire.Change(connected=True)
+        if event == zmq.Event.CLOSED:
+            now = time.monotonic()
+            silent = now - self._attempt_at >= 0.9e-3 * _CONNECT_TIMEOUT
+            self._attempt_at = now
+            return wire.Change(ended=True, problem=_SILENT if silent else wire.NOBODY)
+        if event == zmq.Event.DISCONNECTED:
+            return wire.Change(ended=True)
+        final = event == zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+        return wire.Change(problem=_HANDSHAKE_FAILURES[zmq.Event(event)], final=final)
+
+    ended = False  # which `change` tells
+
+    def send(self, frames: list[Buffer]) -> bool:
+        self._messages = True  # because sending may swallow the signal of one that came
+        try:
+            send(self._socket, frames)
+        except zmq.Again:
+            return False
+        return True
+
+    def keep(self, frames: list[Buffer]) -> list[Buffer] | None:
+        del frames  # libzmq copies them once more
+        return None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something that was sent waits for room; libzmq sees to that."""
+        return False
+
+    @property
+    def readable(self) -> bool:
+        """Whether a message waits that a poller may not report."""
+        return readable(self._socket)
+
+    def receive(self) -> list[Any] | None:
+        """The next message, if there is one."""
+        message = receive(self._socket) if self._messages else None
+        if message is None:
+            self._messages = False
+            return None
+        first, frames = message
+        return [first.bytes, *frames]
+
+    def drain(self) -> Iterator[list[Any]]:
+        """What the server had sent before it went."""
+        while message := receive(self._socket):
+            yield [message[0].bytes, *message[1]]
+
+    def close(self, linger: int | None = None) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close(linger)
