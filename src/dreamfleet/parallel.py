@@ -220,8 +220,8 @@ def _one_of_several(run: RunConfig, supervisor: Supervisor, say: Say) -> Iterato
             return
 
         supervisor.on_failure = member.fail
-        # An agent that has not ended yet waits for that of a host that has.
-        member.watch(lambda _: supervisor.abandon("agent"))
+        # After a failure the agent cannot end in order: it waits for that of the other host.
+        member.watch(lambda end: supervisor.stop("host", at_once=end.how == "failed"))
         how: How = "done"
         error: BaseException | None = None
         try:

@@ -153,16 +153,13 @@ class Supervisor:
         if stopped in _SIGNALS:
             raise KeyboardInterrupt
 
-    def stop(self, reason: str = "stop") -> None:
-        """End the run in order; may be called from any thread and from signal handlers."""
-        self._events.put(_Stop(reason))
-
-    def abandon(self, role: str) -> None:
-        """End the run, but kill the workers of a role, which cannot end in order; may be called
-        from any thread."""
-        self.stop("abandoned")  # first: so their end is no failure
-        for member in self._members:
-            if member.worker.role == role:
+    def stop(self, reason: str = "stop", *, at_once: bool = False) -> None:
+        """End the run in order, or kill every worker `at_once`; may be called from any thread and
+        from signal handlers."""
+        self._events.put(_Stop(reason))  # first: so the end of a worker is no failure
+        if at_once:
+            self._at_once = True
+            for member in self._members:
                 member.kill()
 
     def add(self, node: JoinedNode, workers: Sequence[Worker]) -> None:
@@ -224,8 +221,8 @@ class Supervisor:
 
     def _add_members(self, members: list[_Member]) -> None:
         """Start environments of a machine that has joined; they are stopped after the run's own."""
-        needed = [n for n, each in enumerate(self._members) if each.worker.needed_at_end]
-        place = min(needed, default=len(self._members))
+        servers = [n for n, m in enumerate(self._members) if m.worker.role in ("replay", "logger")]
+        place = min(servers, default=len(self._members))
         self._members = [*self._members[:place], *members, *self._members[place:]]
         for member in members:
             self._start(member)
@@ -312,27 +309,18 @@ class Supervisor:
 
     def _stop_all(self, failed: bool) -> None:
         """Stop role after role, so that the agent sends and saves while the others still serve.
-
-        Workers needed for shutdown are restarted during shutdown. Not after a
-        failure: then a worker may be gone for good, and the agent saves without it, in less time.
-        """
-        later = [] if failed else [m for m in self._members if m.worker.needed_at_end]
+        Nothing is restarted: the agent does not wait long for a worker that is away."""
         seconds = _FAILED_SECONDS if failed else _SAVE_SECONDS
         for _, group in groupby(self._members, lambda m: m.worker.role):
-            members = list(group)
-            later = [member for member in later if member not in members]
-            self._stop_role(members, later, seconds)
+            self._stop_role(list(group), seconds)
             seconds = _STOP_SECONDS
 
-    def _stop_role(self, members: list[_Member], later: list[_Member], seconds: float) -> None:
-        """Stop some members together, while those that are stopped `later` go on. One that makes
-        progress meanwhile gets as many seconds again, a few times: its machine may be busy."""
+    def _stop_role(self, members: list[_Member], seconds: float) -> None:
+        """Stop some members together. One that makes progress meanwhile gets as many seconds again,
+        a few times: its machine may be busy."""
         begin = deadline = time.monotonic()
         progress: list[int] = []
         asked = [member for member in members if member.alive]
-        for member in later if asked else ():
-            if not member.alive and not self._at_once:
-                self._start(member)
         for member in asked:
             member.terminate()
         while any(m.alive for m in asked):
@@ -342,8 +330,7 @@ class Supervisor:
             if now >= deadline:
                 break
             with suppress(queue.Empty):
-                event = self._events.get(timeout=min(deadline - now, _LOOK_SECONDS))
-                self._on_event_at_end(event, later)
+                self._events.get(timeout=min(deadline - now, _LOOK_SECONDS))
         for member in asked:
             if not member.end():
                 waited = time.monotonic() - begin
@@ -353,20 +340,6 @@ class Supervisor:
                 )
             elif not self._at_once and (how := member.failed_to_end()):
                 self._say(f"{member.name} {how} when it was to stop; see {member.log_file}")
-
-    def _on_event_at_end(self, event: _Event, later: list[_Member]) -> None:
-        if not isinstance(event, _Exited | _Restart) or self._at_once:
-            return
-        if event.member not in later or event.member.alive:
-            return
-        if isinstance(event, _Restart):
-            self._start(event.member)
-            return
-        try:
-            self._on_exit(event.member, event.code)
-        except FleetError as error:
-            later.remove(event.member)
-            self._say(f"The run ends without {event.member.name}. {error}")
 
     def _status(self) -> FleetRecord | None:
         """The supervisor and its workers as they are now; None if the directory is gone."""
@@ -393,13 +366,10 @@ class Supervisor:
 
         def handle(number: int, _frame: Any) -> None:
             name = signal.Signals(number).name
+            again = number != signal.SIGHUP and bool(seen)
             if number != signal.SIGHUP:
-                if seen:
-                    self._at_once = True
-                    for member in self._members:
-                        member.kill()
                 seen.append(name)
-            self.stop(name)
+            self.stop(name, at_once=again)
 
         old = {each: signal.signal(each, handle) for each in end_signals()}
         try:

@@ -56,9 +56,9 @@ def fleet_workers(make: Factories, args: RunConfig) -> list[Worker]:
     if not args.remote_replay:
         for shard in range(args.replay_shards):
             replay = partial(parallel_replay, *buffers, make.make_stream, args, shard)
-            workers.append(_worker(server_name("replay", shard), replay, args, needed_at_end=True))
+            workers.append(_worker(server_name("replay", shard), replay, args))
     logger = partial(parallel_logger, make.make_logger, args)
-    workers.append(_worker("logger", logger, args, needed_at_end=True))
+    workers.append(_worker("logger", logger, args))
     return workers
 
 

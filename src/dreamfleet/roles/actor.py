@@ -34,7 +34,7 @@ from dreamfleet.roles.progress import Progress, hang_up_in_time
 from dreamfleet.roles.runtime import ActorFailed
 from dreamfleet.roles.shards import Reply, ShardedReplay, replay_client
 from dreamfleet.spaces import FLAGS, LOG_PREFIX, RESET, is_frame, without_logs
-from dreamfleet.transport import BatchServer, Client, Future, TransportError
+from dreamfleet.transport import BatchServer, Client, Closed, Future, TransportError
 from dreamfleet.transport.address import AUTO
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def serve_actor(
     with (
         replay_client(args, f"{name}-replay", _IN_FLIGHT) as replay,
         LoggerClient(args, f"{name}-logger", _LOGGED_IN_FLIGHT) as logger,
-        hang_up_in_time(progress, replay, logger),
+        hang_up_in_time(progress, logger, replay),
     ):
         actor = Actor(agent, args, progress, replay, logger, index, lock, more_metrics)
         address, hooks = listen_address(args, "actor", index), hooks_of(invited(args))
@@ -362,14 +362,14 @@ class Actor:
         while self._stored and self._stored[0][0].done():
             self._on_stored(*self._stored.popleft())
         while self._logged and self._logged[0].done():
-            self._on_logged(self._logged.popleft().result())
+            self._on_logged(self._logged.popleft())
 
     def wait_for_replies(self) -> None:
         """Wait until the replay and the logger have confirmed everything that was sent."""
         while self._stored:
             self._on_stored(*self._stored.popleft())
         while self._logged:
-            self._on_logged(self._logged.popleft().result())
+            self._on_logged(self._logged.popleft())
 
     def _on_stored(self, reply: Reply, steps: int) -> None:
         reply.result()
@@ -382,10 +382,11 @@ class Actor:
         else:
             self._progress.fail(error)
 
-    def _on_logged(self, target_reached: bool) -> None:
-        if target_reached and not self._progress.finished.is_set():
-            log.info("The target score of %g is reached.", self._args.target_score)
-            self._progress.finish()
+    def _on_logged(self, reply: Future) -> None:
+        with suppress(Closed):  # the run ends without the logger
+            if reply.result() and not self._progress.finished.is_set():
+                log.info("The target score of %g is reached.", self._args.target_score)
+                self._progress.finish()
 
     # --- metrics ---------------------------------------------------------------------------------
 
@@ -424,7 +425,8 @@ class Actor:
         with self._policy_lock:
             idle = self._carries.idle()
             count = len(self._carries)
-        self._logger.wait_any((), 0.0)  # what it has answered is not in flight any more
+        with suppress(Closed):  # the run ends without the logger
+            self._logger.wait_any((), 0.0)  # what it has answered is not in flight any more
         logger = self._logger.stats()
         if logger["inflight"] >= _LOGGED_IN_FLIGHT:
             return  # metrics are not worth a wait for a logger that is away

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
@@ -96,9 +96,12 @@ def parallel_learner(
             if early:
                 learner.compile(policy=False)
             progress.prepared = True
-            stack.enter_context(hang_up_in_time(progress, samples, reports, updates, logger))
+            stack.enter_context(hang_up_in_time(progress, logger, samples, reports, updates))
             learner.run(samples, parameters)
             saver.save()
+            with suppress(TransportError):
+                # The reply to a later call: the last metrics have arrived.
+                logger.status().wait(_FLUSH_SECONDS)
 
 
 class Learner:
@@ -250,8 +253,6 @@ class Learner:
             self.process()
             self.end_trace()
             self.log()
-            # A reply to a later call: the last metrics have arrived before the client is closed.
-            self._logger.status().wait(_FLUSH_SECONDS)
         except TransportError as error:
             self._tolerate(error)
 

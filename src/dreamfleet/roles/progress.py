@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from dreamfleet.config import RunConfig
+from dreamfleet.roles.logger_client import LoggerClient
 from dreamfleet.transport import Client, Disconnected
 
 _LOOK_SECONDS = 0.5
@@ -154,16 +155,18 @@ class Closable(Protocol):
 
 
 @contextmanager
-def hang_up_in_time(progress: Progress, *clients: Closable) -> Iterator[None]:
+def hang_up_in_time(progress: Progress, logger: LoggerClient, *replays: Closable) -> Iterator[None]:
     """While the block runs: close the clients when the end may not wait for their servers any
-    longer. Every call that waits then fails with `Closed`."""
+    longer. Every call that waits then fails with `Closed`. The end never waits for a logger that
+    answers nothing."""
     done = threading.Event()
 
     def watch() -> None:
         progress.finished.wait()
         while not done.wait(min(_LOOK_SECONDS, progress.seconds_left())):
+            logger.give_up_if_silent(_END_SECONDS)
             if not progress.seconds_left():
-                for client in clients:
+                for client in (logger, *replays):
                     client.close(0.0)
                 return
 

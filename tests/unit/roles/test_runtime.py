@@ -209,7 +209,7 @@ def test_a_signal_that_comes_inside_of_the_event_does_not_hang_the_role(tmp_path
 SLEEPS_THROUGH_IT = """
 import signal, threading
 from dreamfleet.roles.runtime import obey_supervisor, stop_event
-obey_supervisor(threading.Event())
+obey_supervisor()
 stop = stop_event()
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
@@ -220,7 +220,7 @@ print("stopped", flush=True)
 LEAVES = """
 import threading
 from dreamfleet.roles.runtime import obey_supervisor, stop_event, user_code
-obey_supervisor(threading.Event())
+obey_supervisor()
 stop_event(exit_process=True)
 try:
     with user_code:
@@ -232,7 +232,7 @@ finally:
 LEAVES_LATER = """
 import threading
 from dreamfleet.roles.runtime import obey_supervisor, stop_event, user_code
-obey_supervisor(threading.Event())
+obey_supervisor()
 stop = stop_event(exit_process=True)
 changed = threading.Condition()
 with changed:
@@ -286,8 +286,7 @@ def test_a_process_is_left_in_their_code_only() -> None:
 FORKS = """
 import os, signal, threading, time
 from dreamfleet.roles.runtime import obey_supervisor, stop_event
-ending = threading.Event()
-obey_supervisor(ending)
+obey_supervisor()
 stop = stop_event()
 child = os.fork()
 if not child:
