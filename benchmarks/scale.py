@@ -44,7 +44,7 @@ from dreamfleet.roles.actor import serve_actor
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.env import ObservationBlock
 from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.shards import Reply, replay_client
+from dreamfleet.roles.scaling.shards import Reply, replay_client
 from dreamfleet.spaces import RESET, Space, without_logs, without_reset
 from dreamfleet.transport import Client, Keys, RoleKey, wire
 from dreamfleet.transport.address import parse

@@ -46,12 +46,12 @@ class LocalClock:
         return True
 
 
-Said = Mapping[str, Any]
-Gather = Callable[[Said], Sequence[Said]]
+Vote = Mapping[str, Any]
+Gather = Callable[[Vote], Sequence[Vote]]
 """Takes what this host says, and returns what every host has said, in the order of the hosts."""
 
 
-def alone(said: Said) -> Sequence[Said]:
+def single_host(said: Vote) -> Sequence[Vote]:
     """What all hosts say, if there is one."""
     return [said]
 
@@ -75,7 +75,7 @@ class GlobalClock:
     def __init__(
         self,
         every: Mapping[str, float],
-        gather: Gather = alone,
+        gather: Gather = single_host,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clocks = {name: LocalClock(seconds, now=now) for name, seconds in every.items()}
@@ -91,7 +91,7 @@ class GlobalClock:
 class Round:
     """What all hosts have said."""
 
-    def __init__(self, said: Sequence[Said]) -> None:
+    def __init__(self, said: Sequence[Vote]) -> None:
         self._said = said
 
     def due(self, name: str) -> bool:

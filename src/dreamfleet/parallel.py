@@ -44,7 +44,6 @@ from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.env import parallel_env
 from dreamfleet.roles.evaluator import parallel_evaluator
 from dreamfleet.roles.health import STARTED, health_path
-from dreamfleet.roles.hosts import How, joined
 from dreamfleet.roles.invitations import (
     Place,
     first_invitation,
@@ -55,9 +54,10 @@ from dreamfleet.roles.invitations import (
 )
 from dreamfleet.roles.learner import parallel_learner
 from dreamfleet.roles.logger import parallel_logger
-from dreamfleet.roles.remote_actor import parallel_remote_actor
 from dreamfleet.roles.replay import parallel_replay
 from dreamfleet.roles.runtime import Factories, Factory, sigterm_interrupts
+from dreamfleet.roles.scaling.hosts import How, joined
+from dreamfleet.roles.scaling.remote_actor import parallel_remote_actor
 from dreamfleet.transport import Keys
 
 __all__ = [
@@ -139,13 +139,13 @@ def run_fleet(
     try:
         with (
             launcher,
-            _one_of_several(run, supervisor, say),
+            host_membership(run, supervisor, say),
             _joinable(run, place, supervisor, say),
             Watcher(run.logdir) as watcher,
         ):
             lines = StatusLines(watcher, progress, say)
 
-            def every_while() -> None:
+            def on_tick() -> None:
                 lines.show()
                 try:
                     if tick and not raised:
@@ -154,7 +154,7 @@ def run_fleet(
                     raised.append(error)
                     supervisor.stop("callback")
 
-            supervisor.run(every_while, run.log_every)
+            supervisor.run(on_tick, run.log_every)
             if raised:
                 raise raised[0]
     finally:
@@ -205,7 +205,7 @@ def parallel_envs(
 
 
 @contextmanager
-def _one_of_several(run: RunConfig, supervisor: Supervisor, say: Say) -> Iterator[None]:
+def host_membership(run: RunConfig, supervisor: Supervisor, say: Say) -> Iterator[None]:
     """Be one of several hosts while the block runs, which ends on all of them together.
 
     Raises:

@@ -34,7 +34,7 @@ from dreamfleet.presets import PRESETS
 from dreamfleet.replay.table import SPARE_SLOTS
 from dreamfleet.resuming import differences, holds_run, shortened
 from dreamfleet.roles.addresses import SERVERS, listen_address
-from dreamfleet.roles.rates import limiter_for
+from dreamfleet.roles.progress import limiter_for
 from dreamfleet.roles.spaces_file import read_spaces
 from dreamfleet.settings import Mark
 from dreamfleet.spaces import summary, without_logs, without_reset

@@ -32,7 +32,7 @@ from dreamfleet.roles.logger_client import LoggerClient, video_env
 from dreamfleet.roles.policy_batches import Carries, padded_policy, policy_sizes
 from dreamfleet.roles.progress import Progress, hang_up_in_time
 from dreamfleet.roles.runtime import ActorFailed
-from dreamfleet.roles.shards import Reply, ShardedReplay, replay_client
+from dreamfleet.roles.scaling.shards import ReplayClient, Reply, replay_client
 from dreamfleet.spaces import FLAGS, LOG_PREFIX, RESET, is_frame, without_logs
 from dreamfleet.transport import BatchServer, Client, Closed, Future, TransportError
 from dreamfleet.transport.address import AUTO
@@ -51,7 +51,7 @@ _LOOK_SECONDS = 0.5
 def parallel_actor(
     agent: Agent, barrier: threading.Barrier, args: RunConfig, progress: Progress | None = None
 ) -> None:
-    """Serve actions until the run is finished, then send what was collected.
+    """Answer observations with actions, in batches; pass transitions on to replay and logger.
 
     Args:
         agent: Shared with the learner, which publishes newer parameters meanwhile.
@@ -60,7 +60,7 @@ def parallel_actor(
         progress: Shared with the learner; None if there is none.
     """
     progress = progress or Progress(args.steps)
-    barrier.wait()
+    barrier.wait()  # the learner has restored the checkpoint
     if not progress.finished.is_set():  # else all steps were made before, and none is to follow
         serve_actor(agent, args, progress)
 
@@ -119,13 +119,11 @@ def serve_actor(
         should_log()
         try:
             publish_address(args, "actor", server.address, index)
-            looks = args.bind or args.expect_envs
-            every = min(args.log_every, _LOOK_SECONDS) if looks else args.log_every
-            while not progress.finished.wait(every):
+            while not progress.finished.wait(min(args.log_every, _LOOK_SECONDS)):
                 gate.look()
                 if args.bind:  # environments come and go
                     server.resize("act", actor.full_batch())
-                if not looks or should_log():
+                if should_log():
                     actor.log_metrics(server, held=gate.closed)
             if progress.error is None:
                 actor.log_metrics(server, held=gate.closed)
@@ -139,90 +137,6 @@ def serve_actor(
                 actor.on_send_error(error)
 
 
-class StartGate:
-    """Holds the actions of an actor back until the environments that the run expects are there.
-
-    The first actor decides, which hears from the learner's server how many the others have. One
-    that is started again, in a run that has begun, does not wait.
-
-    Args:
-        args: How many are expected.
-        progress: Shared with the other actors, through the learner.
-        server: Whose `act` is held back.
-        owners: Which environments are there.
-        index: Which of the actors it is.
-    """
-
-    def __init__(
-        self, args: RunConfig, progress: Progress, server: BatchServer, owners: Owners, index: int
-    ) -> None:
-        self._args, self._progress = args, progress
-        self._server, self._owners = server, owners
-        self._note = None if index else health_path(args, STARTED)
-        if self._note and self._note.exists():
-            progress.begun = True
-        self.closed = bool(args.expect_envs) and not progress.begun
-        if self.closed:
-            server.hold("act")
-        else:
-            self._note_beginning()
-
-    def look(self) -> None:
-        """Let the actor act, if it may now."""
-        if not self.closed:
-            return
-        self._server.forget_gone("act")
-        present = self._server.between_calls(self._owners.present)
-        if not self._progress.may_begin(present, self._args.expect_envs):
-            return
-        self.closed = False
-        self._note_beginning()
-        self._server.hold("act", held=False)
-
-    def _note_beginning(self) -> None:
-        if self._note:
-            with suppress(OSError):
-                self._note.parent.mkdir(parents=True, exist_ok=True)
-                self._note.touch()
-
-
-@dataclass(frozen=True, slots=True)
-class Transitions:
-    """What follows a batch of actions: a row for each environment."""
-
-    envids: NDArray[np.int64]
-    is_eval: NDArray[np.bool_]
-    steps: Arrays
-    """What the replay stores."""
-    logs: Arrays
-    """What the logger follows episodes by."""
-
-    def __len__(self) -> int:
-        return len(self.envids)
-
-    def where(self, rows: NDArray[np.bool_]) -> Transitions:
-        """Some of the rows."""
-        return Transitions(
-            self.envids[rows],
-            self.is_eval[rows],
-            {key: value[rows] for key, value in self.steps.items()},
-            {key: value[rows] for key, value in self.logs.items()},
-        )
-
-    @staticmethod
-    def join(parts: Sequence[Transitions]) -> Transitions:
-        """The rows of all parts, in order."""
-        if len(parts) == 1:
-            return parts[0]
-        first = parts[0]
-        return Transitions(
-            np.concatenate([part.envids for part in parts]),
-            np.concatenate([part.is_eval for part in parts]),
-            {key: np.concatenate([part.steps[key] for part in parts]) for key in first.steps},
-            {key: np.concatenate([part.logs[key] for part in parts]) for key in first.logs},
-        )
-
-
 class Actor:
     """Policy calls (`act`), with the carry of each environment before them and the transitions that
     follow them (`send`)."""
@@ -232,7 +146,7 @@ class Actor:
         agent: Player,
         args: RunConfig,
         progress: Progress,
-        replay: Client | ShardedReplay,
+        replay: ReplayClient,
         logger: Client,
         index: int = 0,
         lock: threading.Lock | None = None,
@@ -461,12 +375,96 @@ class Actor:
         name = server_name("actor", self._index)
         metrics = {f"{name}/{key}": value for key, value in metrics.items()}
         if not self._index:  # the others have told the learner of theirs
-            failures, steps = self._progress.failures_elsewhere()
+            failures, steps = self._progress.others.failures()
             total = self._failures.total + failures
             steps += stats["act/items"]
             metrics["env/failures"] = float(total)
             metrics["env/failures_per_1000_steps"] = 1000 * total / max(steps, 1.0)
         self._logger.call("add", self._progress.step, metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class Transitions:
+    """What follows a batch of actions: a row for each environment."""
+
+    envids: NDArray[np.int64]
+    is_eval: NDArray[np.bool_]
+    steps: Arrays
+    """What the replay stores."""
+    logs: Arrays
+    """What the logger follows episodes by."""
+
+    def __len__(self) -> int:
+        return len(self.envids)
+
+    def where(self, rows: NDArray[np.bool_]) -> Transitions:
+        """Some of the rows."""
+        return Transitions(
+            self.envids[rows],
+            self.is_eval[rows],
+            {key: value[rows] for key, value in self.steps.items()},
+            {key: value[rows] for key, value in self.logs.items()},
+        )
+
+    @staticmethod
+    def join(parts: Sequence[Transitions]) -> Transitions:
+        """The rows of all parts, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        first = parts[0]
+        return Transitions(
+            np.concatenate([part.envids for part in parts]),
+            np.concatenate([part.is_eval for part in parts]),
+            {key: np.concatenate([part.steps[key] for part in parts]) for key in first.steps},
+            {key: np.concatenate([part.logs[key] for part in parts]) for key in first.logs},
+        )
+
+
+class StartGate:
+    """Holds the actions of an actor back until the environments that the run expects are there.
+
+    The first actor decides, which hears from the learner's server how many the others have. One
+    that is started again, in a run that has begun, does not wait.
+
+    Args:
+        args: How many are expected.
+        progress: Shared with the other actors, through the learner.
+        server: Whose `act` is held back.
+        owners: Which environments are there.
+        index: Which of the actors it is.
+    """
+
+    def __init__(
+        self, args: RunConfig, progress: Progress, server: BatchServer, owners: Owners, index: int
+    ) -> None:
+        self._args, self._progress = args, progress
+        self._server, self._owners = server, owners
+        self._note = None if index else health_path(args, STARTED)
+        if self._note and self._note.exists():
+            progress.begun = True
+        self.closed = bool(args.expect_envs) and not progress.begun
+        if self.closed:
+            server.hold("act")
+        else:
+            self._note_beginning()
+
+    def look(self) -> None:
+        """Let the actor act, if it may now."""
+        if not self.closed:
+            return
+        self._server.forget_gone("act")
+        present = self._server.between_calls(self._owners.present)
+        if not self._progress.may_begin(present, self._args.expect_envs):
+            return
+        self.closed = False
+        self._note_beginning()
+        self._server.hold("act", held=False)
+
+    def _note_beginning(self) -> None:
+        if self._note:
+            with suppress(OSError):
+                self._note.parent.mkdir(parents=True, exist_ok=True)
+                self._note.touch()
 
 
 class EnvFailures:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from dreamfleet.agents.api import Agent
 from dreamfleet.config import RunConfig
 from dreamfleet.roles.actor import parallel_actor
-from dreamfleet.roles.hosts import Hosts, hosts_of
 from dreamfleet.roles.learner import parallel_learner
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.runtime import (
@@ -24,6 +20,7 @@ from dreamfleet.roles.runtime import (
     stop_event,
     unpack,
 )
+from dreamfleet.roles.scaling.sync import Sync, sync_of
 
 log = logging.getLogger(__name__)
 
@@ -43,31 +40,11 @@ def parallel_agent(make_agent: Factory, args: RunConfig) -> None:
     # With several hosts all of them decide together when there are enough.
     progress = Progress(args.steps if args.hosts == 1 else 0)
     stop_event(on_stop=progress.stop)
-    with hosts_of(args) as hosts:
-        if hosts.count > 1:
-            args.agent_type.join_hosts(
-                hosts.index, hosts.count, hosts.meeting("agent"), hosts.address
-            )
-        with _leaving_if_it_fails(hosts):
-            _act_and_learn(unpack(make_agent)(), args, progress, hosts)
+    with sync_of(args) as sync:
+        _act_and_learn(unpack(make_agent)(), args, progress, sync)
 
 
-@contextmanager
-def _leaving_if_it_fails(hosts: Hosts) -> Iterator[None]:
-    """With several hosts, leave the process at once if the block fails: JAX would wait for the
-    others at its end, and they for this one."""
-    try:
-        yield
-    except Exception:
-        if hosts.count == 1 or threading.current_thread() is not threading.main_thread():
-            raise
-        traceback.print_exc()
-        logging.shutdown()
-        sys.stderr.flush()
-        os._exit(1)
-
-
-def _act_and_learn(agent: Agent, args: RunConfig, progress: Progress, hosts: Hosts) -> None:
+def _act_and_learn(agent: Agent, args: RunConfig, progress: Progress, sync: Sync) -> None:
     barrier = threading.Barrier(2)
 
     def guarded(role: Callable[..., None], *more: Any) -> None:
@@ -81,7 +58,7 @@ def _act_and_learn(agent: Agent, args: RunConfig, progress: Progress, hosts: Hos
 
     actor, learner = (
         threading.Thread(target=guarded, args=role, name=role[0].__name__, daemon=True)
-        for role in ((parallel_actor,), (parallel_learner, hosts))
+        for role in ((parallel_actor,), (parallel_learner, sync))
     )
     progress.sending = actor.is_alive
     actor.start()

@@ -6,9 +6,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -20,14 +20,13 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.formatting import readable
 from dreamfleet.metrics import Aggregate, Timer, Usage
 from dreamfleet.roles.health import STARTED, health_path
-from dreamfleet.roles.hosts import Hosts
 from dreamfleet.roles.logger_client import LoggerClient
-from dreamfleet.roles.parameters import ParameterServer
 from dreamfleet.roles.policy_batches import policy_sizes
-from dreamfleet.roles.progress import Progress, hang_up_in_time
-from dreamfleet.roles.rates import LOOK_AHEAD, most_owed
+from dreamfleet.roles.progress import LOOK_AHEAD, Progress, hang_up_in_time, most_owed
 from dreamfleet.roles.saver import Saver
-from dreamfleet.roles.shards import Homes, Reply, ShardedReplay, replay_client
+from dreamfleet.roles.scaling.parameters import serve_parameters
+from dreamfleet.roles.scaling.shards import ChunkToShard, ReplayClient, Reply, replay_client
+from dreamfleet.roles.scaling.sync import Sync
 from dreamfleet.transport import Client, Closed, TransportError
 
 log = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ _UNKNOWN_STEP = -1  # for the logger, before the replay has said where the run i
 _LOOK_SECONDS = 0.5
 _CONFIRM_SECONDS = 0.02  # between two looks whether all steps are confirmed
 _BATCH_SECONDS = 0.1  # after which a learner without a batch does what else is due
-_FLUSH_SECONDS = 10.0
+_FLUSH_SECONDS = 5.0
 _COMPILING = (
     "compiling the agent; the first time takes 20 s with a small model and minutes with a large one"
 )
@@ -54,54 +53,39 @@ def parallel_learner(
     barrier: threading.Barrier,
     args: RunConfig,
     progress: Progress | None = None,
-    hosts: Hosts | None = None,
+    sync: Sync | None = None,
 ) -> None:
-    """Restore, compile, release the actor, then train until learning is over, and save.
-
-    An agent that is started again in the middle of a run acts as soon as its policy is ready, and
-    compiles the rest meanwhile.
+    """Restore, release the actor, train until learning is over, and save.
 
     Args:
         agent: Shared with the actor.
         barrier: Releases the actor once the checkpoint is restored.
         args: Addresses, intervals, where checkpoints lie.
         progress: Shared with the actor; None if there is none.
-        hosts: Those that learn together; None if this is the only one.
+        sync: The hosts that learn together; None if this is the only one.
     """
-    progress = progress or Progress(args.steps)
-    hosts = hosts or Hosts()
-    homes = Homes()
+    progress, shards = progress or Progress(args.steps), ChunkToShard()
     with (
-        replay_client(args, "learner-samples", LOOK_AHEAD, homes) as samples,
+        replay_client(args, "learner-samples", LOOK_AHEAD, shards) as samples,
         replay_client(args, "learner-reports", 2 * LOOK_AHEAD) as reports,
-        replay_client(args, "learner-updates", 4, homes) as updates,
+        replay_client(args, "learner-updates", 4, shards) as updates,
         LoggerClient(args, "learner-logger", 8) as logger,
     ):
-        saver = Saver(agent, args, progress, updates, logger, hosts)
-        learner = Learner(agent, args, progress, saver, reports, updates, logger, hosts=hosts)
-        learner.restore()
-        with ExitStack() as stack:
-            parameters = None
-            # Environments of a run that is under way need not wait until training is compiled.
-            early = health_path(args, STARTED).exists() and hasattr(agent, "compile_policy")
-            if not early:
-                learner.compile()
-            else:
-                compile_policy(agent, policy_sizes(args))
-            if args.actors > 1:
-                parameters = ParameterServer(agent, args, progress, lambda: saver.updates)
-                stack.enter_context(parameters)
-            progress.acting = True
-            barrier.wait()
-            if early:
+        saver = Saver(agent, args, progress, updates, logger, sync)
+        learner = Learner(agent, args, progress, saver, reports, updates, logger, sync=sync)
+        learner.restore()  # parameters, updates, positions
+        policy_first = learner.prepare()
+        with serve_parameters(agent, args, progress, saver) as learner.publish:
+            barrier.wait()  # the actor acts from here on
+            if policy_first:
                 learner.compile(policy=False)
             progress.prepared = True
-            stack.enter_context(hang_up_in_time(progress, logger, samples, reports, updates))
-            learner.run(samples, parameters)
-            saver.save()
-            with suppress(TransportError):
-                # The reply to a later call: the last metrics have arrived.
-                logger.status().wait(_FLUSH_SECONDS)
+            with hang_up_in_time(progress, logger, samples, reports, updates):
+                learner.run(samples)
+                saver.save()
+                with suppress(TransportError):
+                    # The reply to a later call: the last metrics have arrived.
+                    logger.status().wait(_FLUSH_SECONDS)
 
 
 class Learner:
@@ -113,16 +97,18 @@ class Learner:
         args: RunConfig,
         progress: Progress,
         saver: Saver,
-        reports: ShardedReplay | Client,
-        updates: ShardedReplay | Client,
+        reports: ReplayClient,
+        updates: ReplayClient,
         logger: Client,
         ahead: int = LOOK_AHEAD,
-        hosts: Hosts | None = None,
+        sync: Sync | None = None,
     ) -> None:
         self._agent, self._args, self._progress = agent, args, progress
         self._saver, self._updates, self._logger = saver, updates, logger
-        self._hosts = hosts or Hosts()
-        self._voted_steps = 0  # in the last round of several hosts
+        self._sync = sync or Sync()
+        self.publish: Callable[[], None] = lambda: None
+        """Offers the parameters to actors in other processes."""
+        self._voted_steps = 0  # in the last round
         self._ending = self._stopping = self._learned = self._too_little = False
         self._needed = 0  # updates in all, once the run ends
         self._finishing: tuple[Reply, bool] | None = None  # and whether all was sent before
@@ -138,12 +124,85 @@ class Learner:
         self._tracing, self._made = ExitStack(), 0  # a profile, and updates for it
         self._should_save = LocalClock(args.save_every, early=EARLY_SECONDS)
 
+    def run(self, samples: ReplayClient) -> None:
+        """Train until learning is over.
+
+        Args:
+            samples: For requests of training batches.
+        """
+        with closing(BatchQueue(self._agent.stream(self._batches(samples)))) as batches:
+            for agreed in self._rounds(batches):  # in which all hosts decide alike
+                train = agreed.all("ready")
+                with self._tolerant():
+                    if train:
+                        self.update(batches.take())
+                    if agreed.due("log"):
+                        self.log(waiting=not train)
+                    if agreed.due("report"):
+                        self.report()
+                    if agreed.due("save"):
+                        with self._timer.section("save"):
+                            self._saver.save(wait=False)
+                    if agreed.due("round"):
+                        self._saver.save(pending=True, wait=False)
+                    self._saver.finish(wait=False)
+        self._progress.wait_no_longer()
+        with self._tolerant():
+            self.process()
+            self.end_trace()
+            self.log()
+
+    def update(self, batch: Mapping[str, Any], *, at_once: bool = False) -> None:
+        """Train on a batch; with `at_once` its results are there when this returns."""
+        if self._args.profile:
+            self._trace()
+        with self._timer.section("train"):
+            if self._carry is None:
+                self._carry = self._agent.init_train(self._args.host_batch)
+            self._carry, outs, metrics = self._agent.train(self._carry, batch)
+            self._saver.updates += 1
+            if self._args.offline:
+                self._progress.advance(1)
+            # Reading results waits for them: those of the step before are done by now, while this
+            # one is under way.
+            self.process()
+            self._results = outs, metrics
+            if at_once:
+                self.process()
+        self._saver.note_end()
+        self.publish()
+
+    def process(self) -> None:
+        """Send the states of the last batch back to the replay, and aggregate its metrics."""
+        if self._results is None:
+            return
+        (outs, metrics), self._results = self._results, None
+        if "replay" in outs:
+            states = {key: np.asarray(value) for key, value in outs["replay"].items()}
+            self._written.append(self._updates.update(states))
+            # An agent whose states are refused ends, rather than learns from older ones.
+            while self._written and self._written[0].done():
+                self._written.popleft().result()
+        self.aggregate.add(metrics)
+
+    # --- before the first update -----------------------------------------------------------------
+
     def restore(self) -> None:
         """Wait for the replay, and go on from the newest checkpoint."""
         self._show("learner/state", "waiting for the replay", step=_UNKNOWN_STEP)
         restored = self._saver.restore()
         log.info("The agent is %s", restored)
         self._show("learner/start", restored)
+
+    def prepare(self) -> bool:
+        """Compile what is needed to act; returns whether the rest is still to be compiled.
+        Environments of a run that is under way do not wait until training is compiled."""
+        started = health_path(self._args, STARTED).exists()
+        if policy_first := started and hasattr(self._agent, "compile_policy"):
+            compile_policy(self._agent, policy_sizes(self._args))
+        else:
+            self.compile()
+        return policy_first
 
     def compile(self, *, policy: bool = True) -> None:
         """Get ready to train, and to act if the `policy` is not ready yet."""
@@ -164,125 +223,13 @@ class Learner:
         self._show("learner/state", _ENOUGH_DATA)
         self._since = (time.monotonic(), self._saver.updates, self._progress.step)
 
-    def begin_end(self, steps: int) -> None:
-        """The actors stop after so many steps: note how many updates are missing to these. Hosts
-        make as many as the one that owes most; they may have different numbers of environments."""
-        self._ending = True
-        owed = self._hosts.gather("owed", {"updates": self._owed(steps)})
-        self._needed = self._saver.updates + max(each["updates"] for each in owed)
-        if self.updates_left():
-            text = f"making the last {self.updates_left()} updates (train_ratio)"
-            self._logger.add(steps, {"learner/state": text})
-
-    def updates_left(self) -> int:
-        """How many updates are to be made before a run that is complete is saved."""
-        stopped = self._progress.stopped or self._progress.error is not None
-        return 0 if stopped else max(0, self._needed - self._saver.updates)
-
-    def finish_replay(self) -> None:
-        """Let the replay take the steps that are left, and give the batches that are missing; again
-        and again, because it may be restarted. Does not wait for its reply."""
-        if self._finishing is not None and self._finishing[0].done():
-            (reply, sent), self._finishing = self._finishing, None
-            try:
-                self._too_little = sent and not reply.result()
-            except TransportError as error:
-                log.debug("The replay has not heard of the end: %s", error)
-        if self._finishing is not None or not self._may_finish():
-            return
-        # Another host may have more to make up for than this one's replay allows at once.
-        batches, sent = min(self.updates_left(), most_owed(self._args)), self._progress.sent
-        try:
-            self._finishing = self._updates.finish(batches * self._args.host_batch), sent
-        except TransportError as error:
-            self._tolerate(error)
-
-    def _owed(self, steps: int) -> int:
-        """Updates that `train_ratio` asks for and that were not made, because nothing was trained
-        before the replay held enough steps. No more than that: a run whose ratio was raised does
-        not make up for the time before."""
-        args = self._args
-        if args.offline or args.train_ratio <= 0 or not args.catch_up:
-            return 0
-        if not 0 < args.steps <= steps:  # it ended at its target score
-            return 0
-        asked = int(args.train_ratio * steps / (args.batch_size * args.batch_length))
-        hosts, before = self._hosts.count, self._saver.most_hosts
-        # Each of the hosts, then and now, had a replay to fill.
-        most = most_owed(args, fills=1.0 if before == hosts else 1.0 + before / hosts)
-        return max(0, min(asked - self._saver.updates, most))
-
     def _show(self, key: str, text: str, step: int | None = None) -> None:
         """Send a text for the person at once, if the logger is there to pass it on."""
         at = self._progress.step if step is None else step
         self._logger.add(at, {key: text}).wait(_STATE_SECONDS)
 
-    def run(
-        self, samples: ShardedReplay | Client, parameters: ParameterServer | None = None
-    ) -> None:
-        """Train until learning is over.
-
-        Args:
-            samples: For requests of training batches.
-            parameters: Offers the parameters to actors in other processes, if there are any.
-        """
-        args, timer = self._args, self._timer
-        every = {"log": args.log_every, "report": args.report_every}
-        self._await_hosts()
-        clock = GlobalClock(every, self._hosts.meeting("round"))
-        batches = _looked_for(self._agent.stream(self._batches(samples)))
-        batch: Any = None
-        while True:
-            if batch is None:
-                with timer.section("wait"):
-                    batch = next(batches, None)  # None as well when the end has closed the client
-            agreed = clock(ready=batch is not None, **self._vote())
-            if self._apply_round(agreed):
-                break
-            if self._learned:
-                time.sleep(_CONFIRM_SECONDS)
-                continue
-            ready = batch is not None and agreed.all("ready")
-            try:
-                self._turn(agreed, batch if ready else None, parameters)
-            except TransportError as error:
-                self._tolerate(error)
-            batch = None if ready else batch
-        self._progress.wait_no_longer()
-        try:
-            self.process()
-            self.end_trace()
-            self.log()
-        except TransportError as error:
-            self._tolerate(error)
-
-    def _turn(self, agreed: Round, batch: Any, parameters: ParameterServer | None) -> None:
-        """Train on a batch, if all hosts have one, and do what is due."""
-        if batch is not None:
-            self.update(batch)
-            self._saver.note_end()
-            if parameters is not None:
-                parameters.publish()
-        if agreed.due("log"):
-            self.log(waiting=batch is None)
-        if agreed.due("report"):
-            self.report()
-        if agreed.due("save"):
-            with self._timer.section("save"):
-                self._saver.save(wait=False)
-        self._saver.finish(wait=False)
-        if agreed.due("round"):
-            self._saver.save(pending=True, wait=False)
-
-    def _tolerate(self, error: TransportError) -> None:
-        """Raise the error, unless the run ends and does not wait for other processes."""
-        if self._progress.seconds_left() == float("inf"):
-            raise error
-        log.warning("The agent is saved although other processes are away: %s", error)
-
     def _await_hosts(self) -> None:
         """Wait until all hosts have compiled."""
-
         waited = False
 
         def on_wait(missing: list[int]) -> None:
@@ -292,17 +239,36 @@ class Learner:
             verb = "is" if len(missing) == 1 else "are"
             self._show("learner/state", f"waiting for {names}, which {verb} compiling")
 
-        self._hosts.gather("compiled", {}, on_wait)
+        self._sync.gather("compiled", {}, on_wait)
         if waited:
             self._show("learner/state", _ENOUGH_DATA)
 
+    # --- rounds ----------------------------------------------------------------------------------
+
+    def _rounds(self, batches: BatchQueue) -> Iterator[Round]:
+        """A round before each update, until learning is over."""
+        self._await_hosts()
+        every = {"log": self._args.log_every, "report": self._args.report_every}
+        clock = GlobalClock(every, self._sync.channel("round"))
+        while True:
+            with self._timer.section("wait"):
+                ready = batches.ready()
+            agreed = clock(ready=ready, **self._vote())
+            if self._apply_round(agreed):
+                return
+            if self._learned:
+                time.sleep(_CONFIRM_SECONDS)
+            else:
+                yield agreed
+
     def _vote(self) -> dict[str, Any]:
-        """What the hosts decide from, as this one knows it."""
+        """What the hosts decide from, as this one knows it. When to log, report, save and evaluate,
+        host 0 decides."""
         saver, progress = self._saver, self._progress
-        first, self._voted_steps = self._hosts.index == 0, progress.own
+        self._voted_steps = progress.own
         return {
-            "save": first and (saver.asked() or (saver.has_news and self._should_save())),
-            "round": first and not self._ending and saver.round_is_due(),
+            "save": saver.asked() or (saver.has_news and self._should_save()),
+            "round": not self._ending and saver.round_is_due(),
             "steps": self._voted_steps + saver.offset,
             "finished": progress.finished.is_set(),
             "stop": progress.stopped or progress.error is not None,
@@ -334,7 +300,63 @@ class Learner:
             self.finish_replay()
         return over
 
-    def _batches(self, samples: ShardedReplay | Client) -> Iterator[dict[str, Any]]:
+    @contextmanager
+    def _tolerant(self) -> Iterator[None]:
+        """The block may lose its servers, if the run ends and does not wait for them."""
+        try:
+            yield
+        except TransportError as error:
+            if self._progress.seconds_left() == float("inf"):
+                raise
+            log.warning("The agent is saved although other processes are away: %s", error)
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def begin_end(self, steps: int) -> None:
+        """The actors stop after so many steps: note how many updates are missing to these. Hosts
+        make as many as the one that owes most; they may have different numbers of environments."""
+        self._ending = True
+        self._needed = self._saver.updates + self._sync.most("owed", self._owed(steps))
+        if self.updates_left():
+            text = f"making the last {self.updates_left()} updates (train_ratio)"
+            self._logger.add(steps, {"learner/state": text})
+
+    def updates_left(self) -> int:
+        """How many updates are to be made before a run that is complete is saved."""
+        stopped = self._progress.stopped or self._progress.error is not None
+        return 0 if stopped else max(0, self._needed - self._saver.updates)
+
+    def finish_replay(self) -> None:
+        """Let the replay take the steps that are left, and give the batches that are missing; again
+        and again, because it may be restarted. Does not wait for its reply."""
+        if self._finishing is not None and self._finishing[0].done():
+            (reply, sent), self._finishing = self._finishing, None
+            try:
+                self._too_little = sent and not reply.result()
+            except TransportError as error:
+                log.debug("The replay has not heard of the end: %s", error)
+        if self._finishing is not None or not self._may_finish():
+            return
+        # Another host may have more to make up for than this one's replay allows at once.
+        batches, sent = min(self.updates_left(), most_owed(self._args)), self._progress.sent
+        with self._tolerant():
+            self._finishing = self._updates.finish(batches * self._args.host_batch), sent
+
+    def _owed(self, steps: int) -> int:
+        """Updates that `train_ratio` asks for and that were not made, because nothing was trained
+        before the replay held enough steps. No more than that: a run whose ratio was raised does
+        not make up for the time before."""
+        args = self._args
+        if args.offline or args.train_ratio <= 0 or not args.catch_up:
+            return 0
+        if not 0 < args.steps <= steps:  # it ended at its target score
+            return 0
+        asked = int(args.train_ratio * steps / (args.batch_size * args.batch_length))
+        return max(0, min(asked - self._saver.updates, most_owed(args, self._saver.fills)))
+
+    # --- batches, profiles, metrics --------------------------------------------------------------
+
+    def _batches(self, samples: ReplayClient) -> Iterator[dict[str, Any]]:
         """Training batches from the replay, until learning is over."""
         stream = RemoteStream(
             samples, "train", known=self._saver.samples, batch=self._args.host_batch
@@ -347,24 +369,6 @@ class Learner:
             assert batch is not None, "the replay waits until there is enough to train on"
             yield batch
 
-    def update(self, batch: Mapping[str, Any], *, at_once: bool = False) -> None:
-        """Train on a batch; with `at_once` its results are there when this returns."""
-        if self._args.profile:
-            self._trace()
-        with self._timer.section("train"):
-            if self._carry is None:
-                self._carry = self._agent.init_train(self._args.host_batch)
-            self._carry, outs, metrics = self._agent.train(self._carry, batch)
-            self._saver.updates += 1
-            if self._args.offline:
-                self._progress.advance(1)
-            # Reading results waits for them: those of the step before are done by now, while this
-            # one is under way.
-            self.process()
-            self._results = outs, metrics
-            if at_once:
-                self.process()
-
     def _trace(self) -> None:
         """Let the agent write a profile of a few updates, after the first ones."""
         if self._made == _TRACE_FROM:
@@ -376,19 +380,6 @@ class Learner:
     def end_trace(self) -> None:
         """Have a profile that is being made written, however few updates it holds."""
         self._tracing.close()
-
-    def process(self) -> None:
-        """Send the states of the last batch back to the replay, and aggregate its metrics."""
-        if self._results is None:
-            return
-        (outs, metrics), self._results = self._results, None
-        if "replay" in outs:
-            states = {key: np.asarray(value) for key, value in outs["replay"].items()}
-            self._written.append(self._updates.update(states))
-            # An agent whose states are refused ends, rather than learns from older ones.
-            while self._written and self._written[0].done():
-                self._written.popleft().result()
-        self.aggregate.add(metrics)
 
     def log(self, *, waiting: bool = False) -> None:
         """Tell the logger how learning is doing, which may be `waiting` for a batch."""
@@ -428,32 +419,37 @@ class Learner:
             carry = self._agent.init_report(self._args.host_batch)
             aggregate = Aggregate()
             for _ in range(self._args.report_batches):
-                batch = stream.take()
-                ready = batch is not None and not self._progress.stopped
-                said = self._hosts.gather("report", {"ready": ready})
-                if batch is None or not all(each["ready"] for each in said):
+                batch = None if self._progress.stopped else stream.take()
+                if not self._sync.agree("report", batch is not None) or batch is None:
                     break
                 carry, metrics = self._agent.report(carry, batch)
                 aggregate.add(metrics)
-                if self._progress.stopped and self._hosts.count == 1:
-                    return
             if found := aggregate.result(prefix=mode):
                 self._logger.add(self._progress.step, _sendable(found))
 
 
-def _looked_for(batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches, and None for every moment in which there is none."""
-    thread = ThreadPoolExecutor(1, "learner-batches")
-    try:
-        while True:
-            wanted = thread.submit(next, batches, None)
-            while not wait([wanted], _BATCH_SECONDS).done:
-                yield None
-            if (batch := wanted.result()) is None:
-                return
-            yield batch
-    finally:
-        thread.shutdown(wait=False)
+class BatchQueue:
+    """Batches that a thread waits for, one at a time."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self._thread = ThreadPoolExecutor(1, "learner-batches")
+        self._next: Future[Any] | None = None
+
+    def ready(self) -> bool:
+        """Whether there is a batch; waits a moment for it. There is none after the last one."""
+        if self._next is None:
+            self._next = self._thread.submit(next, self._batches, None)
+        return bool(wait([self._next], _BATCH_SECONDS).done) and self._next.result() is not None
+
+    def take(self) -> Any:
+        """The batch that is ready."""
+        assert self._next is not None
+        batch, self._next = self._next.result(), None
+        return batch
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
 
 
 class RemoteStream:
@@ -471,7 +467,7 @@ class RemoteStream:
 
     def __init__(
         self,
-        client: ShardedReplay | Client,
+        client: ReplayClient,
         mode: str,
         ahead: int = LOOK_AHEAD,
         known: int | None = None,

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.checkpoint import above, below
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.metrics import (
@@ -348,22 +347,6 @@ class Logger:
             self._output.write(self._step, metrics)
             self._output.flush()
             self._health.progress()
-
-    def save(self) -> dict[str, Any]:
-        """What has come in and is not written yet: episodes under way, and means."""
-        with self._lock:
-            return {
-                "aggregate": self._aggregate.save(),
-                **above("train", self._train.save()),
-                **above("eval", self._eval.save()),
-            }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `save` returned."""
-        with self._lock:
-            self._aggregate.load(state["aggregate"])
-            self._train.load(below(state, "train"))
-            self._eval.load(below(state, "eval"))
 
     def close(self) -> None:
         self.write()

@@ -1,23 +1,35 @@
-"""What the actor and the learner of an agent process share next to the agent.
-
-An actor in a process of its own has a `SharedProgress` instead, which counts with the learner.
-"""
+"""What the actor and the learner share next to the agent: the step counter, and the end."""
 
 from __future__ import annotations
 
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 from dreamfleet.config import RunConfig
+from dreamfleet.replay import SamplesPerInsert
 from dreamfleet.roles.logger_client import LoggerClient
-from dreamfleet.transport import Client, Disconnected
 
 _LOOK_SECONDS = 0.5
 _END_SECONDS = 5.0
+
+
+class OtherActors:
+    """What is known of actors in other processes; there are none."""
+
+    def busy(self) -> bool:
+        """Whether they still send what they have."""
+        return False
+
+    def failures(self) -> tuple[int, float]:
+        """Failures of their environments, and their steps."""
+        return 0, 0.0
+
+    def present(self) -> int:
+        """Their environments that are there."""
+        return 0
 
 
 class Progress:
@@ -34,20 +46,14 @@ class Progress:
         self.finished = threading.Event()
         self.stopped = False
         """Whether the run was asked to stop, instead of having made all its steps."""
-        self.acting = False
-        """Whether the actor may act: the agent is restored, and its policy is ready."""
         self.prepared = False
         """Whether the learner has restored and compiled the agent. Before that there is nothing to
         save."""
         self.error: BaseException | None = None
         self.sending: Callable[[], bool] = lambda: False
         """Whether the actor of this process still acts or sends; set by the agent."""
-        self.actors_busy: Callable[[], bool] = lambda: False
-        """Whether actors in other processes still send what they have; set by the learner."""
-        self.failures_elsewhere: Callable[[], tuple[int, float]] = lambda: (0, 0.0)
-        """Failures of the environments of other actors, and their steps; set by the learner."""
-        self.present_elsewhere: Callable[[], int] = lambda: 0
-        """Environments of other actors that are there; set by the learner."""
+        self.others = OtherActors()
+        """Set by the learner, if there are any."""
         self.present = 0
         """Environments that are there, as far as this process knows."""
         self.begun = False
@@ -72,7 +78,7 @@ class Progress:
     @property
     def sent(self) -> bool:
         """Whether all steps of the actors are confirmed, or are not waited for any more."""
-        return not self.seconds_left() or not (self.sending() or self.actors_busy())
+        return not self.seconds_left() or not (self.sending() or self.others.busy())
 
     def seconds_left(self) -> float:
         """How long the end may still wait for other processes."""
@@ -121,7 +127,7 @@ class Progress:
     def may_begin(self, present: int, expected: int) -> bool:
         """Whether the run acts, if so many environments of this actor are there, and it expects so
         many of all actors."""
-        self.present = present + self.present_elsewhere()
+        self.present = present + self.others.present()
         self.begun = self.begun or self.present >= expected
         return self.begun
 
@@ -177,124 +183,35 @@ def hang_up_in_time(progress: Progress, logger: LoggerClient, *replays: Closable
         done.set()
 
 
-class SharedProgress(Progress):
-    """The progress of a run as an actor in a process of its own knows it.
+# --- acting, learning and the replay in step ------------------------------------------------------
 
-    The learner counts. It is told of steps before they are sent to the replay, so every step that
-    is stored was counted; whoever reports while it is away waits until it is back. So all actors
-    together make at most `_margin` steps that were not counted, and when the run has no more left
-    than that, every policy call reports.
+LOOK_AHEAD = 2
+"""Batches that a learner requests before they are needed."""
+_ROWS_ON_THEIR_WAY = 4  # from an actor at most: so many times the limiter's tolerance
 
-    Messages hold totals, so one that arrives twice counts once. A learner that was started again
-    counts from what the replay holds: it gets a total without the steps that its predecessor knew.
 
-    Args:
-        name: The actor's.
-        args: The run.
-        learner: The learner's server.
+def limiter_for(args: RunConfig) -> SamplesPerInsert:
+    """The limiter of a run: `train_ratio` replayed steps for each step collected.
+
+    The least size makes sure that there is a sequence to sample: with so many steps in so many
+    streams at least one stream is long enough.
     """
+    if args.offline:  # nothing is collected that learning could be held in step with
+        return SamplesPerInsert(ratio=0.0, tolerance=1.0, minsize=1)
+    return SamplesPerInsert(
+        ratio=args.train_ratio / args.batch_length,
+        tolerance=args.limiter_tolerance,
+        minsize=max(args.host_batch, args.envs) * args.window,
+        # As much as the learner may be ahead: one that keeps up is exactly where it should be.
+        debt=args.limiter_tolerance if args.catch_up else None,
+    )
 
-    def __init__(self, name: str, args: RunConfig, learner: Client) -> None:
-        super().__init__(args.steps)
-        self.name = name
-        self.busy = True
-        """Whether there are steps that this actor has not sent yet."""
-        self.heard: dict[str, Any] = {}
-        """What the learner said last; empty as long as it has said nothing."""
-        self._learner = learner
-        self._source = uuid.uuid4().hex  # a successor's totals start again
-        batch = max(args.policy_batch_of(actor) for actor in range(args.actors))
-        self._margin = args.actors * (2 * args.limiter_tolerance + batch)
-        self._counting = ""  # the learner that counts
-        self._reporting = threading.Lock()
-        self._acted = self._known = 0  # steps, all of them and those that the learner knows
-        self._earlier = 0  # those that an earlier one knew
-        self._unstored = 0
-        self._reached = False
-        self._failures, self._env_steps = 0, 0.0
 
-    def advance(self, count: int) -> int:
-        with self._lock:
-            self._acted += count
-            self._unstored += count
-            self._step += count
-            step = self._step
-        if self._limit and step + self._margin >= self._limit:
-            self.report()
-        return step
-
-    def report(self) -> None:
-        """Tell the learner, and hear from it; waits until it is there. Without it an actor that is
-        asked to stop goes on: the replay's count holds what it stores."""
-        with self._reporting:
-            acted, reply = self._told()
-            while reply is not None and not self._take(acted, reply):
-                acted, reply = self._told()
-
-    def ask(self, method: str, *args: Any) -> Any:
-        """The learner's reply; None if there is no learner, and the run needs none any more."""
-        while True:
-            try:
-                self._learner.connect(_LOOK_SECONDS)
-                future = self._learner.call(method, *args)
-                while not future.wait(_LOOK_SECONDS):
-                    if self.finished.is_set() and self.waiting():
-                        return None
-                return future.result()
-            except Disconnected:
-                if self.finished.is_set():
-                    return None
-
-    def _told(self) -> tuple[int, Any]:
-        """Tell the learner of the steps; returns how many it was told of, and its reply."""
-        with self._lock:
-            acted = self._acted
-            message = {
-                "learner": self._counting,
-                "actor": self.name,
-                "source": self._source,
-                "steps": acted - self._earlier,
-                "unstored": self._unstored,
-                "busy": self.busy,
-                "reached": self._reached,
-                "failures": self._failures,
-                "env_steps": self._env_steps,
-                "present": self.present,
-            }
-        return acted, self.ask("report", message)
-
-    def _take(self, acted: int, reply: dict[str, Any]) -> bool:
-        """Take the learner's reply; returns whether it has counted."""
-        with self._lock:
-            if reply["learner"] != self._counting:
-                self._counting, self._earlier = reply["learner"], self._known
-                return False
-            self._known = acted
-            self._step = reply["step"] + self._acted - acted
-            self.heard = reply
-        if reply["stopped"]:
-            self.stop()
-        elif reply["finished"]:
-            self.finished.set()
-        return True
-
-    def stored(self, count: int) -> None:
-        with self._lock:
-            self._unstored -= count
-
-    def noted(self, failures: int, steps: float) -> None:
-        self._failures, self._env_steps = failures, steps
-
-    def may_begin(self, present: int, expected: int) -> bool:
-        self.present = present
-        self.begun = not expected or bool(self.heard.get("begun"))
-        return self.begun
-
-    def waiting(self) -> str:
-        away = not self._learner.stats()["connected"]
-        return f"{self.name} has no connection to the learner" if away else ""
-
-    def finish(self) -> None:
-        """The score is reached, as the learner has to know."""
-        self._reached = True
-        self.report()
+def most_owed(args: RunConfig, fills: float = 1.0) -> int:
+    """Updates that a run may be short of when it has made its steps, because nothing was trained
+    before the replay held enough of them, which happened `fills` times, and because the replay
+    takes the steps that are on their way without a wait."""
+    limiter = limiter_for(args)
+    on_their_way = (1 + _ROWS_ON_THEIR_WAY * args.actors) * limiter.tolerance
+    held = limiter.ratio * (limiter.minsize + on_their_way) + limiter.debt
+    return int(fills * held / args.host_batch) + LOOK_AHEAD

@@ -1,8 +1,7 @@
 """The replay role: stores transitions, hands out batches, and holds the two in step.
 
-A replay of several shards has a process for each, which stores the steps of its environments. What
-they do together is in `dreamfleet.roles.lead`, and how others use them as one replay in
-`dreamfleet.roles.shards`.
+A replay of several shards has a process for each, which stores the steps of its environments; see
+`roles.scaling.coordinator` and `roles.scaling.shards`.
 """
 
 from __future__ import annotations
@@ -43,10 +42,15 @@ from dreamfleet.replay import (
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
 from dreamfleet.roles.checks import ReplayChecks
 from dreamfleet.roles.health import Health, health_path
-from dreamfleet.roles.lead import Holding, Lead, Leading, RemoteLead
 from dreamfleet.roles.logger_client import LoggerClient
-from dreamfleet.roles.rates import limiter_for, most_owed
+from dreamfleet.roles.progress import limiter_for, most_owed
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
+from dreamfleet.roles.scaling.coordinator import (
+    Coordinator,
+    RemoteCoordinator,
+    ReplayCoordinator,
+    ShardInfo,
+)
 from dreamfleet.transport import (
     ArgumentError,
     Client,
@@ -108,7 +112,8 @@ def parallel_replay(
 
         lead = None
         if shard:  # which may be away for as long as it takes to start it elsewhere
-            lead = RemoteLead(client(find_server(args, "replay"), f"{name}-lead", _FOREVER), stop)
+            first = client(find_server(args, "replay"), f"{name}-lead", _FOREVER)
+            lead = RemoteCoordinator(first, stop)
         service = ReplayService(
             unpack(make_replay_train)(*which),
             unpack(make_replay_eval)(*which),
@@ -276,7 +281,7 @@ class ReplayService:
         args: RunConfig,
         stop: threading.Event,
         shard: int = 0,
-        lead: Leading | None = None,
+        lead: Coordinator | None = None,
     ) -> None:
         self._buffers = {"train": train, "eval": evaluation}
         self._train, self._eval, self._args = train, evaluation, args
@@ -296,9 +301,13 @@ class ReplayService:
         if snapshot is not None:
             for name, buffer in self._buffers.items():
                 buffer.load(snapshot.parts[name])
-        self.lead = None if lead else Lead(limiter, self._positions, args, stop, self._sampleable)
+        self.lead = (
+            None
+            if lead
+            else ReplayCoordinator(limiter, self._positions, args, stop, self._sampleable)
+        )
         """What the shards do together, if this is the first of them."""
-        self._lead: Leading = lead or self.lead  # type: ignore[assignment]  # one of them is there
+        self._lead: Coordinator = lead or self.lead  # type: ignore[assignment]  # one of them is there
         self._attached = threading.Event()
         buffers: dict[str, Any] = {"train": train, "report": train, "eval": evaluation}
         self._portions = {mode: _Portion(buffer) for mode, buffer in buffers.items()}
@@ -337,7 +346,7 @@ class ReplayService:
             held[0] = self.holding()
             if self._args.offline and not sum(each["items"] for each in held.values()):
                 raise nothing_to_learn_from(self._args)
-            self.lead.begin({k: Holding(each["steps"], each["size"]) for k, each in held.items()})
+            self.lead.begin({k: ShardInfo(each["steps"], each["size"]) for k, each in held.items()})
         self._attached.set()
 
     def holding(self) -> dict[str, int]:

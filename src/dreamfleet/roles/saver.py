@@ -17,9 +17,9 @@ from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.policy import BLUEPRINT, Blueprint, find_checkpoint
 from dreamfleet.roles.health import Health, health_path
-from dreamfleet.roles.hosts import Hosts
 from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.shards import ShardedReplay
+from dreamfleet.roles.scaling.shards import ReplayClient
+from dreamfleet.roles.scaling.sync import Sync
 from dreamfleet.transport import Client, Disconnected, TransportError
 
 log = logging.getLogger(__name__)
@@ -45,13 +45,13 @@ class Saver:
         agent: Agent,
         args: RunConfig,
         progress: Progress,
-        replay: Client | ShardedReplay,
+        replay: ReplayClient,
         logger: Client,
-        hosts: Hosts | None = None,
+        sync: Sync | None = None,
     ) -> None:
         self._agent, self._args, self._progress = agent, args, progress
         self._replay, self._logger = replay, logger
-        self._hosts = hosts or Hosts()
+        self._sync = sync or Sync()
         self._checkpoint = Checkpoint(args.checkpoints, keep=2)
         self._position: dict[str, Any] = {"steps": 0, "samples": 0}
         self._health = Health(health_path(args, "agent"))
@@ -63,59 +63,58 @@ class Saver:
         self._writing: Future[None] | None = None
         self._saved = 0  # updates
         self.updates = 0
-        self.most_hosts = self._hosts.count
-        """That this run ever had."""
+        self._most_hosts = self._sync.count  # that this run ever had
         self.offset = 0
-        """Several hosts: steps of the run that are not counted by the replay of any of them; below
-        0 for those that two have counted."""
+        """Steps of the run that are in no host's replay any more; below 0 for those that two hosts
+        have counted."""
 
     def restore(self) -> str:
         """Load the newest complete checkpoint of this run, or else what the run starts from;
         returns what was done."""
         self._connect_to_replay()
-        self._hosts.gather("ready", {})  # loading may be done by all devices together
-        step = 0
+        self._sync.gather("ready", {})  # loading may be done by all devices together
         restored = "starting from scratch"
         snapshot = self._checkpoint.load()
         if snapshot is not None:
             self._agent.load(snapshot.parts["agent"])
-            step, run = snapshot.step, snapshot.parts["run"]
+            run = snapshot.parts["run"]
             self.updates = self._saved = int(run["updates"])
             self._round = int(run.get("round", 0))
             counted = sum(name.startswith("steps/") for name in run)  # by hosts that saved it
-            self.most_hosts = max(self.most_hosts, int(run.get("hosts", 0)), counted)
+            self._most_hosts = max(self._most_hosts, int(run.get("hosts", 0)), counted)
             restored = f"resuming from {snapshot.path}"
         elif self._args.from_checkpoint:
             restored = self._start_from(Path(self._args.from_checkpoint))
         if self._args.offline:  # there are no environment steps: updates are counted
             self._position = self._replay.position().result()
+            self._progress.restore(snapshot.step if snapshot else 0)
         else:
-            known = step if self._hosts.count == 1 else 0
-            self._position = self._replay.raise_position(known).result()
-            step = int(self._position["steps"])
-        if self._hosts.count > 1:
-            self._count_together(step, snapshot)
-        self._progress.restore(step)
+            self._restore_step(snapshot)
         return restored
 
-    def _count_together(self, stored: int, snapshot: Snapshot | None) -> None:
-        """Several hosts: agree on the step of the run. It is that of the checkpoint, and what each
-        host has stored since. A host that was away then has nothing new."""
-        name = snapshot.path.name if snapshot else ""
-        before = snapshot.parts["run"].get(f"steps/{self._hosts.index}", stored) if snapshot else 0
-        said = self._hosts.gather(
-            "restore", {"name": name, "stored": stored, "new": max(0, stored - before)}
-        )
-        if any(each["name"] != name for each in said):
-            names = ", ".join(each["name"] or "none" for each in said)
+    def _restore_step(self, snapshot: Snapshot | None) -> None:
+        """The step of the run is that of the checkpoint, and what each host has stored since. A
+        host that the checkpoint does not know has nothing new."""
+        name = ""
+        known: int | None = 0
+        if snapshot is not None:
+            name = snapshot.path.name
+            known = self._sync.known_steps(snapshot.step, snapshot.parts["run"])
+        self._position = self._replay.raise_position(known or 0).result()
+        stored = int(self._position["steps"])
+        new = 0 if known is None else stored - known
+        votes = self._sync.gather("restore", {"name": name, "stored": stored, "new": new})
+        if any(vote["name"] != name for vote in votes):
+            names = ", ".join(vote["name"] or "none" for vote in votes)
             raise CheckpointError(
                 f"Hosts do not find the same checkpoint in {self._args.checkpoints} ({names}): "
                 "they need a directory that all of them share."
             )
-        total = sum(each["new"] for each in said) + (snapshot.step if snapshot else 0)
+        total = sum(vote["new"] for vote in votes) + (snapshot.step if snapshot else 0)
         self._progress.elsewhere = total - stored
-        if self._hosts.index == 0:
-            self.offset = total - sum(each["stored"] for each in said)
+        if self._sync.index == 0:
+            self.offset = total - sum(vote["stored"] for vote in votes)
+        self._progress.restore(stored)
 
     def _start_from(self, path: Path) -> str:
         snapshot = find_checkpoint(path, ["agent"])
@@ -141,6 +140,13 @@ class Saver:
             except Disconnected:
                 if self._progress.finished.is_set() or time.monotonic() > deadline:
                     raise
+
+    @property
+    def fills(self) -> float:
+        """How often a replay was filled before this host learned: each host, then and now, had
+        one."""
+        count, most = self._sync.count, self._most_hosts
+        return 1.0 if most == count else 1.0 + most / count
 
     @property
     def samples(self) -> int:
@@ -203,12 +209,12 @@ class Saver:
         # Not the actor's count, which holds steps that are still on their way to the replay.
         step = self._progress.step if self._args.offline else int(position["steps"])
         parts: dict[str, dict[str, Any]] = {
-            "run": {f"steps/{self._hosts.index}": step},
+            "run": {f"steps/{self._sync.index}": step},
         }
         score = None
-        if self._hosts.index == 0:  # the rest is the same on all hosts
+        if self._sync.index == 0:  # the rest is the same on all hosts
             parts["run"] |= {"updates": self.updates, "round": self._round}
-            parts["run"]["hosts"] = self.most_hosts
+            parts["run"]["hosts"] = self._most_hosts
             parts["replay"] = position
             parts[BLUEPRINT] = Blueprint.of(self._agent, self._args).save()
             score = self._evaluation_score()
@@ -231,14 +237,13 @@ class Saver:
     ) -> None:
         if state is not None:
             parts = {"agent": state(), **parts}
-        hosts = self._hosts
         self._checkpoint.save(
             parts,
             step=step,
             score=score,
             pending=pending,
-            host=hosts.index,
-            gather=hosts.meeting("checkpoint"),
+            host=self._sync.index,
+            gather=self._sync.channel("checkpoint"),
         )
         self._health.progress()
 

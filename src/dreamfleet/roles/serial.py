@@ -34,8 +34,7 @@ from dreamfleet.roles.env import Lane, Watchdog, make_lanes
 from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.learner import EARLY_SECONDS, Learner
 from dreamfleet.roles.logger import Logger, ScoreReader
-from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.rates import limiter_for
+from dreamfleet.roles.progress import Progress, limiter_for
 from dreamfleet.roles.replay import ReplayService
 from dreamfleet.roles.runtime import ActorFailed, Factories, stop_event, unpack
 from dreamfleet.roles.saver import Saver

@@ -31,8 +31,7 @@ from dreamfleet.roles.health import STARTED, health_path
 from dreamfleet.roles.invitations import write_place
 from dreamfleet.roles.logger_client import video_env
 from dreamfleet.roles.policy_batches import policy_sizes
-from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.rates import limiter_for
+from dreamfleet.roles.progress import Progress, limiter_for
 from dreamfleet.roles.replay import ReplayService
 from dreamfleet.spaces import RESET
 from dreamfleet.transport import (

@@ -24,12 +24,11 @@ from dreamfleet.checkpoint import Checkpoint, read_checkpoint
 from dreamfleet.clock import Round
 from dreamfleet.errors import ConfigError
 from dreamfleet.roles.health import read_health
-from dreamfleet.roles.hosts import Hosts
 from dreamfleet.roles.learner import Learner, RemoteStream
 from dreamfleet.roles.policy_batches import Carries, padded_policy
-from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.rates import LOOK_AHEAD, most_owed
+from dreamfleet.roles.progress import LOOK_AHEAD, Progress, most_owed
 from dreamfleet.roles.saver import SAVE_REQUEST, Saver
+from dreamfleet.roles.scaling.sync import Sync
 from dreamfleet.transport import ArgumentError, Client, Closed, RemoteError, Server
 
 
@@ -361,9 +360,9 @@ def test_updates_left_are_those_before_there_was_enough_data_and_no_more(tmp_pat
         progress = Progress(1000)
         progress.restore(step)
         progress.stopped = bool(changes.pop("stopped", False))
-        hosts = changes.pop("most_hosts", 1)
+        fills = changes.pop("fills", 1.0)
         config = replace(args, **changes)
-        count = SimpleNamespace(updates=updates, most_hosts=hosts)
+        count = SimpleNamespace(updates=updates, fills=fills)
         client = client or Granting()
         learner = Learner(None, config, progress, count, None, client, client)  # type: ignore[arg-type]
         learner.begin_end(progress.step)
@@ -381,7 +380,7 @@ def test_updates_left_are_those_before_there_was_enough_data_and_no_more(tmp_pat
     assert left(125) == left(130) == 0
     assert left(0, train_ratio=4096.0) < 4096 * 1000 / 512, "what is owed has a bound"
     # Replays of other hosts were filled, too, before there was anything to train on.
-    assert left(0, train_ratio=4096.0, most_hosts=2) == 4096 * 1000 / 512
+    assert left(0, train_ratio=4096.0, fills=3.0) == 4096 * 1000 / 512
     assert left(61, step=999) == 0, "it ended at its target score"
     assert left(61, stopped=True) == left(61, train_ratio=0.0) == 0
 
@@ -393,7 +392,7 @@ def test_a_complete_run_does_not_wait_for_batches_that_its_replay_cannot_give(
     args = small_run(tmp_path, steps=1000, batch_size=16, batch_length=32, train_ratio=64.0, envs=8)
     progress, client = Progress(1000), Granting(enough=enough)
     progress.restore(1000)
-    count: Any = SimpleNamespace(updates=61, most_hosts=1, offset=0)
+    count: Any = SimpleNamespace(updates=61, fills=1.0, offset=0)
     learner = Learner(None, args, progress, count, None, client, client)  # type: ignore[arg-type]
     said = {"stop": False, "finished": True, "sent": True, "steps": 1000, "too little": False}
     assert not learner._apply_round(Round([said])), "updates are missing"
@@ -570,12 +569,13 @@ def test_a_few_updates_are_profiled_once_and_fewer_if_the_run_ends(tmp_path: Pat
 
 
 def test_a_run_remembers_how_many_hosts_it_had(tmp_path: Path) -> None:
-    config, two = small_run(tmp_path), Hosts(2)
+    config, two = small_run(tmp_path), Sync()
+    two.count = 2
     Saver(CountingAgent(), config, Progress(), ReplayClient(), LoggerClient(None), two).save()
     for _ in range(2):  # also after the others have left
         alone = saver(CountingAgent(), config, Progress())
         alone.restore()
-        assert alone.most_hosts == 2
+        assert alone.fills == 3.0
         alone.save()
 
 
@@ -590,7 +590,7 @@ def test_a_learner_says_that_it_waits_for_a_host_that_compiles(tmp_path: Path) -
         def wait(self, timeout: float) -> bool:
             return True
 
-    class Others(Hosts):
+    class Others(Sync):
         def gather(self, name: str, said: Any, on_wait: Any = None) -> list[Any]:
             on_wait([1])
             on_wait([1, 3])
@@ -599,8 +599,9 @@ def test_a_learner_says_that_it_waits_for_a_host_that_compiles(tmp_path: Path) -
     args = small_run(tmp_path, hosts=4, batch_size=4)
     count: Any = SimpleNamespace(updates=0)
     client: Any = Logger()
-    hosts = Others(4)
-    learner = Learner(CountingAgent(), args, Progress(), count, client, client, client, hosts=hosts)
+    learner = Learner(
+        CountingAgent(), args, Progress(), count, client, client, client, sync=Others()
+    )
     learner._await_hosts()
     assert shown == [
         "waiting for host 1, which is compiling",

@@ -16,13 +16,14 @@ from fleet_parts import CountingAgent, small_run
 
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.nodes import addresses
-from dreamfleet.roles import parameters as module
 from dreamfleet.roles.actor import waits_for
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.health import Health
-from dreamfleet.roles.parameters import Follower, ParameterServer, packed, unpacked
 from dreamfleet.roles.policy_batches import policy_sizes
-from dreamfleet.roles.progress import Progress, SharedProgress
+from dreamfleet.roles.progress import OtherActors, Progress
+from dreamfleet.roles.scaling import parameters as module
+from dreamfleet.roles.scaling.parameters import ParameterServer, packed, unpacked
+from dreamfleet.roles.scaling.remote_actor import Follower, SharedProgress
 from dreamfleet.transport import Client
 from dreamfleet.transport.codec import encode
 
@@ -70,6 +71,7 @@ def test_parameters_of_updates_reach_an_actor(
     run: RunConfig, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr("dreamfleet.roles.scaling.remote_actor._EVERY_SECONDS", 0.01)
     monkeypatch.setattr(module, "_SHARE", 0)
     client = client_of(run, stack)
     progress, agent, lock = (
@@ -222,13 +224,13 @@ def test_failures_of_all_environments_are_known_to_the_agent(
     run: RunConfig, stack: ExitStack
 ) -> None:
     learner = Learner(replace(run, actors=3))
-    assert learner.progress.failures_elsewhere() == (0, 0.0)
+    assert learner.progress.others.failures() == (0, 0.0)
     with learner.server:
         for index in (1, 2):
             actor = SharedProgress(f"actor-{index}", run, client_of(run, stack))
             actor.noted(index, 10.0 * index)
             actor.report()
-        assert learner.progress.failures_elsewhere() == (3, 30.0)
+        assert learner.progress.others.failures() == (3, 30.0)
 
 
 def test_arrays_that_are_too_large_for_a_frame_travel_in_pieces(
@@ -274,7 +276,7 @@ def test_a_run_begins_when_all_actors_together_have_what_it_expects(
         assert learner.progress.may_begin(2, expected)
         actor.report()
         assert actor.may_begin(4, expected)
-        learner.progress.present_elsewhere = lambda: 0
+        learner.progress.others = OtherActors()
         assert learner.progress.may_begin(0, expected)  # what has begun goes on
 
 

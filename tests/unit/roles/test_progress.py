@@ -101,9 +101,9 @@ def test_a_complete_run_does_not_wait_for_a_logger_that_answers_nothing(
     monkeypatch.setattr("dreamfleet.roles.progress._LOOK_SECONDS", 0.01)
     thawed, progress, replay = threading.Event(), Progress(10), Hung()
     args = small_run(tmp_path, logger_addr=fixed_address())
-    with Server(args.logger_addr, "logger") as server, LoggerClient(args, "learner", 2) as logger:
-        server.bind("add", lambda *_: thawed.wait(60))
-        server.start(block=False)
+    server = Server(args.logger_addr, "logger")
+    server.bind("add", lambda *_: thawed.wait(60))
+    with server, LoggerClient(args, "learner", 2) as logger:
         with hang_up_in_time(progress, logger, replay):
             waiting = [logger.add(0, {}), logger.add(1, {})]
             progress.advance(10)
@@ -117,7 +117,8 @@ def test_a_complete_run_does_not_wait_for_a_logger_that_answers_nothing(
 
 def test_steps_are_sent_when_every_actor_has_ended() -> None:
     progress, busy = Progress(), {"own", "other"}
-    progress.sending, progress.actors_busy = lambda: "own" in busy, lambda: "other" in busy
+    progress.sending = lambda: "own" in busy
+    progress.others.busy = lambda: "other" in busy  # type: ignore[method-assign]
     for name in ("own", "other"):
         assert not progress.sent
         busy.remove(name)

@@ -1,8 +1,8 @@
 """What holds the shards of a replay together: the run's counts, and the one limiter.
 
-It lives in the process of the first shard, the lead. A shard that has stored steps tells the lead
-and waits for its reply, so inserts into all shards are held back by one limiter; a learner asks it
-for each batch before it draws from the shards. A replay that is not sharded is a lead alone.
+It lives in the process of the first shard. A shard that has stored steps tells the coordinator and
+waits for its reply, so inserts into all shards are held back by one limiter. A learner asks it for
+each batch before it draws from the shards. A replay of one shard has one, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_SEQUENCE_SECONDS = 0.1
 _LOOK_SECONDS = 1.0
 
 
-class Holding(NamedTuple):
+class ShardInfo(NamedTuple):
     """What a shard has."""
 
     steps: int
@@ -34,8 +34,8 @@ class Holding(NamedTuple):
     """Steps that it holds now, from wherever they came."""
 
 
-class Leading(Protocol):
-    """What a shard needs of the lead."""
+class Coordinator(Protocol):
+    """What a shard needs of the coordinator."""
 
     def opened(self, shard: int, steps: int, size: int) -> int:
         """A shard was opened and holds this; returns the most steps it was ever heard to have."""
@@ -44,9 +44,9 @@ class Leading(Protocol):
         """A shard has stored so many steps by now; returns when samples are not behind."""
 
 
-class Lead:
+class ReplayCoordinator:
     """The counts and the limiter of a run, as methods that shards and the learner call. Before the
-    lead has heard from every shard, all of them wait.
+    coordinator has heard from every shard, all of them wait.
 
     Args:
         limiter: Holds samples and inserts in step.
@@ -73,7 +73,7 @@ class Lead:
         self._counted = [0 for _ in self._shards]
         self._sizes = [0 for _ in self._shards]
 
-    def begin(self, holdings: Mapping[int, Holding]) -> None:
+    def begin(self, holdings: Mapping[int, ShardInfo]) -> None:
         """Every shard has said what it holds: recover the limiter, and let calls in."""
         with self._limiter.lock:
             for shard, holding in holdings.items():
@@ -238,8 +238,8 @@ class Lead:
                 return
 
 
-class RemoteLead:
-    """The lead, as another shard sees it. Calls last as long as it is away."""
+class RemoteCoordinator:
+    """The coordinator, as another shard sees it. Calls last as long as it is away."""
 
     def __init__(self, client: Client, stop: threading.Event) -> None:
         self._client, self._stop = client, stop

@@ -1,8 +1,8 @@
-"""How actors in processes of their own act with the learner's parameters.
+"""The learner's side of actors in processes of their own (`scaling.remote_actor`).
 
 While it trains, the learner takes the agent's `policy_state` about once a second, and offers it
-with a version number (`ParameterServer`). Actors ask for it as often (`Follower`). They report
-their steps to the same server, which counts them (`SharedProgress`) and says when the run is over.
+with a version number. Actors ask for it as often. They report their steps to the same server, which
+counts them and says when the run is over.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 
-from dreamfleet.agents.api import Agent, Flat, Player, load_policy, policy_state
+from dreamfleet.agents.api import Agent, Flat, policy_state
 from dreamfleet.config import RunConfig
 from dreamfleet.roles.addresses import listen_address, publish_address
 from dreamfleet.roles.checks import ReportCheck
-from dreamfleet.roles.health import Health
-from dreamfleet.roles.progress import Progress, SharedProgress
-from dreamfleet.transport import Caller, Closed, Server
+from dreamfleet.roles.progress import OtherActors, Progress
+from dreamfleet.roles.saver import Saver
+from dreamfleet.transport import Caller, Server
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,19 @@ class _Actor:
     seen: float = 0.0
 
 
-class ParameterServer:
+@contextmanager
+def serve_parameters(
+    agent: Agent, args: RunConfig, progress: Progress, saver: Saver
+) -> Iterator[Callable[[], None]]:
+    """Serve further actors, if the run has any; yields what is called after each update."""
+    if args.actors == 1:
+        yield lambda: None
+        return
+    with ParameterServer(agent, args, progress, lambda: saver.updates) as server:
+        yield server.publish
+
+
+class ParameterServer(OtherActors):
     """The learner's parameters and the run's step counter, for the actors of other processes.
 
     Args:
@@ -78,9 +91,7 @@ class ParameterServer:
 
     def __enter__(self) -> Self:
         self.publish()
-        self._progress.actors_busy = self.busy
-        self._progress.failures_elsewhere = self.failures
-        self._progress.present_elsewhere = self.present
+        self._progress.others = self
         self._server.start(block=False)
         publish_address(self._args, "learner", self._server.address)
         return self
@@ -157,101 +168,19 @@ class ParameterServer:
     # --- what the agent's process asks -----------------------------------------------------------
 
     def busy(self) -> bool:
-        """Whether actors that are there have steps that are not stored yet."""
         with self._lock:
             since = time.monotonic() - _LOST_SECONDS
             return any(actor.busy and actor.seen > since for actor in self._actors.values())
 
     def present(self) -> int:
-        """Environments of actors that are there."""
         with self._lock:
             since = time.monotonic() - _LOST_SECONDS
             return sum(each.present for each in self._actors.values() if each.seen > since)
 
     def failures(self) -> tuple[int, float]:
-        """Failures of the environments of these actors, and their steps."""
         with self._lock:
             actors = self._actors.values()
             return sum(each.failures for each in actors), sum(each.env_steps for each in actors)
-
-
-class Follower:
-    """Keeps the parameters of an actor near those of the learner, with a thread of its own.
-
-    Args:
-        agent: Acts; it is given parameters while nobody holds the lock.
-        progress: The actor's, which talks to the learner.
-        lock: Held while the agent chooses actions.
-        health: Told when there is progress.
-    """
-
-    def __init__(
-        self,
-        agent: Player,
-        progress: SharedProgress,
-        lock: threading.Lock,
-        health: Health,
-    ) -> None:
-        self._agent, self._progress = agent, progress
-        self._lock, self._health = lock, health
-        self._version = ("", 0)
-        self._updates, self._made = 0, 0.0
-        self._loaded, self._ended = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="parameters", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def wait(self) -> bool:
-        """Wait until the actor may act: it has parameters, and the run is not over."""
-        while not self._progress.finished.is_set():
-            if self._loaded.wait(_EVERY_SECONDS):
-                return not self._progress.finished.is_set()
-        return False
-
-    def metrics(self) -> dict[str, float]:
-        """How far the parameters are behind those of the learner, as far as that was heard of."""
-        return {
-            "policy/version": float(self._version[1]),
-            "policy/updates_behind": float(self._progress.heard["updates"] - self._updates),
-            "policy/seconds_behind": time.monotonic() - self._made,
-        }
-
-    def _run(self) -> None:
-        try:
-            step = 0
-            while True:
-                self._progress.report()
-                self._load()
-                if self._progress.step != step:
-                    step = self._progress.step
-                    self._health.progress()
-                if self._ended.wait(_EVERY_SECONDS):
-                    return
-        except Closed:
-            return
-        except BaseException as error:
-            log.exception("The learner cannot be followed.")
-            self._progress.fail(error)
-
-    def _load(self) -> None:
-        """Take the learner's parameters over if they are others."""
-        heard = self._progress.heard
-        if not heard or (heard["learner"], heard["version"]) == self._version:
-            return
-        if (offer := self._progress.ask("parameters")) is None:
-            return
-        state = unpacked(offer["state"])
-        with self._lock:
-            load_policy(self._agent, state)
-        self._made = time.monotonic() - offer["age"]
-        self._version, self._updates = (offer["learner"], offer["version"]), offer["updates"]
-        self._loaded.set()
 
 
 def packed(state: Flat) -> dict[str, Any]:

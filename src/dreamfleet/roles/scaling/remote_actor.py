@@ -1,0 +1,278 @@
+"""Further actors, each in a process of its own, with the learner's parameters."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from typing import Any, Self
+
+from dreamfleet.agents.api import Player, compile_policy, load_policy
+from dreamfleet.config import RunConfig
+from dreamfleet.roles.actor import serve_actor
+from dreamfleet.roles.addresses import find_server, server_name
+from dreamfleet.roles.health import Health, health_path
+from dreamfleet.roles.policy_batches import policy_sizes
+from dreamfleet.roles.progress import Progress
+from dreamfleet.roles.runtime import Factory, stop_event, takes, unpack
+from dreamfleet.roles.scaling.parameters import unpacked
+from dreamfleet.transport import Client, Closed, Disconnected
+
+log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.2
+_ASK_SECONDS = 0.5
+_EVERY_SECONDS = 1.0  # between two reports
+
+
+def parallel_remote_actor(make_agent: Factory, index: int, args: RunConfig) -> None:
+    """Serve actions to the environments of one of the actors, until the process is asked to stop.
+
+    When the run is over, it sends what it has and waits. A learner that goes on, because the
+    agent's process was started again, finds it ready.
+
+    Args:
+        make_agent: Returns the agent. If it takes `actor`, it is told the number, and may return
+            what only acts.
+        index: Which of the actors, from 1.
+        args: The run.
+    """
+    stop = threading.Event()
+    running: list[SharedProgress] = []
+
+    def on_stop() -> None:
+        stop.set()
+        for progress in running:
+            progress.stop()
+
+    stop_event(on_stop=on_stop)
+    name = server_name("actor", index)
+    health = Health(health_path(args, name))
+    make, lock = unpack(make_agent), threading.Lock()
+    agent = make(actor=index) if takes(make, "actor") else make()
+    with Client(find_server(args, "learner"), f"{name}-learner", keys=args.run_keys) as learner:
+        while not stop.is_set():
+            progress = SharedProgress(name, args, learner)
+            running[:] = [progress]
+            if stop.is_set():  # while it was made
+                return
+            with Follower(agent, progress, lock, health) as follower:
+                if follower.wait():
+                    with lock:
+                        compile_policy(agent, policy_sizes(args, index))
+
+                    def metrics() -> dict[str, float]:
+                        return {**agent.metrics(), **follower.metrics()}
+
+                    serve_actor(agent, args, progress, index, lock, metrics)
+                progress.busy = False
+                while progress.error is None and not stop.wait(_LOOK_SECONDS):
+                    if progress.heard and not progress.heard["finished"]:
+                        log.info("The run goes on.")
+                        break
+            if progress.error is not None:
+                raise progress.error
+        learner.close(flush=0.0)  # it knows all it has to
+
+
+class SharedProgress(Progress):
+    """The progress of a run as an actor in a process of its own knows it.
+
+    The learner counts. It is told of steps before they are sent to the replay, so every step that
+    is stored was counted; a report waits while it is away. So all actors
+    together make at most `_margin` steps that were not counted, and when the run has no more left
+    than that, every policy call reports.
+
+    Messages hold totals, so one that arrives twice counts once. A learner that was started again
+    counts from what the replay holds: it gets a total without the steps that its predecessor knew.
+
+    Args:
+        name: The actor's.
+        args: The run.
+        learner: The learner's server.
+    """
+
+    def __init__(self, name: str, args: RunConfig, learner: Client) -> None:
+        super().__init__(args.steps)
+        self.name = name
+        self.busy = True
+        """Whether there are steps that this actor has not sent yet."""
+        self.heard: dict[str, Any] = {}
+        """What the learner said last; empty as long as it has said nothing."""
+        self._learner = learner
+        self._source = uuid.uuid4().hex  # a successor's totals start again
+        batch = max(args.policy_batch_of(actor) for actor in range(args.actors))
+        self._margin = args.actors * (2 * args.limiter_tolerance + batch)
+        self._counting = ""  # the learner that counts
+        self._reporting = threading.Lock()
+        self._acted = self._known = 0  # steps, all of them and those that the learner knows
+        self._earlier = 0  # those that an earlier one knew
+        self._unstored = 0
+        self._reached = False
+        self._failures, self._env_steps = 0, 0.0
+
+    def advance(self, count: int) -> int:
+        with self._lock:
+            self._acted += count
+            self._unstored += count
+            self._step += count
+            step = self._step
+        if self._limit and step + self._margin >= self._limit:
+            self.report()
+        return step
+
+    def report(self) -> None:
+        """Tell the learner, and hear from it; waits until it is there. Without it an actor that is
+        asked to stop goes on: the replay's count holds what it stores."""
+        with self._reporting:
+            acted, reply = self._told()
+            while reply is not None and not self._take(acted, reply):
+                acted, reply = self._told()
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """The learner's reply; None if there is no learner, and the run needs none any more."""
+        while True:
+            try:
+                self._learner.connect(_ASK_SECONDS)
+                future = self._learner.call(method, *args)
+                while not future.wait(_ASK_SECONDS):
+                    if self.finished.is_set() and self.waiting():
+                        return None
+                return future.result()
+            except Disconnected:
+                if self.finished.is_set():
+                    return None
+
+    def _told(self) -> tuple[int, Any]:
+        """Tell the learner of the steps; returns how many it was told of, and its reply."""
+        with self._lock:
+            acted = self._acted
+            message = {
+                "learner": self._counting,
+                "actor": self.name,
+                "source": self._source,
+                "steps": acted - self._earlier,
+                "unstored": self._unstored,
+                "busy": self.busy,
+                "reached": self._reached,
+                "failures": self._failures,
+                "env_steps": self._env_steps,
+                "present": self.present,
+            }
+        return acted, self.ask("report", message)
+
+    def _take(self, acted: int, reply: dict[str, Any]) -> bool:
+        """Take the learner's reply; returns whether it has counted."""
+        with self._lock:
+            if reply["learner"] != self._counting:
+                self._counting, self._earlier = reply["learner"], self._known
+                return False
+            self._known = acted
+            self._step = reply["step"] + self._acted - acted
+            self.heard = reply
+        if reply["stopped"]:
+            self.stop()
+        elif reply["finished"]:
+            self.finished.set()
+        return True
+
+    def stored(self, count: int) -> None:
+        with self._lock:
+            self._unstored -= count
+
+    def noted(self, failures: int, steps: float) -> None:
+        self._failures, self._env_steps = failures, steps
+
+    def may_begin(self, present: int, expected: int) -> bool:
+        self.present = present
+        self.begun = not expected or bool(self.heard.get("begun"))
+        return self.begun
+
+    def waiting(self) -> str:
+        away = not self._learner.stats()["connected"]
+        return f"{self.name} has no connection to the learner" if away else ""
+
+    def finish(self) -> None:
+        """The score is reached, as the learner has to know."""
+        self._reached = True
+        self.report()
+
+
+class Follower:
+    """Keeps the parameters of an actor near those of the learner, with a thread of its own.
+
+    Args:
+        agent: Acts; it is given parameters while nobody holds the lock.
+        progress: The actor's, which talks to the learner.
+        lock: Held while the agent chooses actions.
+        health: Told when there is progress.
+    """
+
+    def __init__(
+        self,
+        agent: Player,
+        progress: SharedProgress,
+        lock: threading.Lock,
+        health: Health,
+    ) -> None:
+        self._agent, self._progress = agent, progress
+        self._lock, self._health = lock, health
+        self._version = ("", 0)
+        self._updates, self._made = 0, 0.0
+        self._loaded, self._ended = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="parameters", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def wait(self) -> bool:
+        """Wait until the actor may act: it has parameters, and the run is not over."""
+        while not self._progress.finished.is_set():
+            if self._loaded.wait(_EVERY_SECONDS):
+                return not self._progress.finished.is_set()
+        return False
+
+    def metrics(self) -> dict[str, float]:
+        """How far the parameters are behind those of the learner, as far as that was heard of."""
+        return {
+            "policy/version": float(self._version[1]),
+            "policy/updates_behind": float(self._progress.heard["updates"] - self._updates),
+            "policy/seconds_behind": time.monotonic() - self._made,
+        }
+
+    def _run(self) -> None:
+        try:
+            step = 0
+            while True:
+                self._progress.report()
+                self._load()
+                if self._progress.step != step:
+                    step = self._progress.step
+                    self._health.progress()
+                if self._ended.wait(_EVERY_SECONDS):
+                    return
+        except Closed:
+            return
+        except BaseException as error:
+            log.exception("The learner cannot be followed.")
+            self._progress.fail(error)
+
+    def _load(self) -> None:
+        """Take the learner's parameters over if they are others."""
+        heard = self._progress.heard
+        if not heard or (heard["learner"], heard["version"]) == self._version:
+            return
+        if (offer := self._progress.ask("parameters")) is None:
+            return
+        state = unpacked(offer["state"])
+        with self._lock:
+            load_policy(self._agent, state)
+        self._made = time.monotonic() - offer["age"]
+        self._version, self._updates = (offer["learner"], offer["version"]), offer["updates"]
+        self._loaded.set()
