@@ -76,9 +76,7 @@ def serve_actor(
     """Serve actions until the run is finished, then send what was collected.
 
     Args:
-        agent: Acts.
-        args: The run.
-        progress: Counts steps, and says when the run is finished.
+        agent, args, progress: As above, of this process.
         index: Which of the run's actors this is; it serves the environments that have this number
             modulo `actors`.
         lock: Held while the agent chooses actions.
@@ -132,7 +130,7 @@ def serve_actor(
             try:
                 server.close(flush=flush if progress.error is None else 0.0)
                 if progress.error is None:
-                    actor.wait_for_replies()
+                    actor.take_replies(wait=True)
             except TransportError as error:
                 actor.on_send_error(error)
 
@@ -235,7 +233,7 @@ class Actor:
     def send(self, batches: list[Transitions]) -> None:
         """Send transitions to the replay and the logger, in order; batches that followed each other
         quickly share a message, because a message costs more than the rows in it."""
-        self._check_replies()
+        self.take_replies(wait=False)
         self._progress.report()
         if forgotten := [self._forgotten.popleft() for _ in range(len(self._forgotten))]:
             self._logged.append(self._logger.call("gone", np.array(forgotten, np.int64)))
@@ -272,22 +270,15 @@ class Actor:
         steps = 0 if is_eval else len(part)
         self._stored.append((self._replay.call("add_batch", *message), steps))
 
-    def _check_replies(self) -> None:
-        while self._stored and self._stored[0][0].done():
-            self._on_stored(*self._stored.popleft())
-        while self._logged and self._logged[0].done():
+    def take_replies(self, *, wait: bool) -> None:
+        """Take the replies that are there, or wait until the replay and the logger have confirmed
+        everything that was sent."""
+        while self._stored and (wait or self._stored[0][0].done()):
+            reply, steps = self._stored.popleft()
+            reply.result()
+            self._progress.stored(steps)
+        while self._logged and (wait or self._logged[0].done()):
             self._on_logged(self._logged.popleft())
-
-    def wait_for_replies(self) -> None:
-        """Wait until the replay and the logger have confirmed everything that was sent."""
-        while self._stored:
-            self._on_stored(*self._stored.popleft())
-        while self._logged:
-            self._on_logged(self._logged.popleft())
-
-    def _on_stored(self, reply: Reply, steps: int) -> None:
-        reply.result()
-        self._progress.stored(steps)
 
     def on_send_error(self, error: BaseException) -> None:
         """End the run, unless it is stopped and only did not wait any longer."""
@@ -424,15 +415,7 @@ class StartGate:
     """Holds the actions of an actor back until the environments that the run expects are there.
 
     The first actor decides, which hears from the learner's server how many the others have. One
-    that is started again, in a run that has begun, does not wait.
-
-    Args:
-        args: How many are expected.
-        progress: Shared with the other actors, through the learner.
-        server: Whose `act` is held back.
-        owners: Which environments are there.
-        index: Which of the actors it is.
-    """
+    that is started again, in a run that has begun, does not wait."""
 
     def __init__(
         self, args: RunConfig, progress: Progress, server: BatchServer, owners: Owners, index: int

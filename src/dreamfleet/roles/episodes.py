@@ -40,7 +40,7 @@ class RoundInterrupted(DreamfleetError):
 
 
 class UnknownEnvironment(DreamfleetError):
-    """Somebody sent observations of an environment that is none of the run's."""
+    """A client sent observations of an environment that is none of the run's."""
 
 
 def groups_of(ids: Sequence[int], size: int, actors: int = 1) -> list[Group]:
@@ -162,7 +162,7 @@ class EpisodeServer:
             tick: Called now and then, also while nothing happens.
 
         Raises:
-            Closed: Somebody asked for the end.
+            Closed: `stop` was called.
             RoundInterrupted: All environments have left.
         """
         self._begin_round(tick)

@@ -504,7 +504,7 @@ def _sendable(metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def _memory_in_words(needed: Mapping[str, float]) -> str:
-    """What training needs, for a person."""
+    """What training needs, for the status."""
     parts = ("parameters", "optimizer", "activations")
     words = ", ".join(f"{name} {readable(needed[name])}B" for name in parts if name in needed)
     whole = f"; a step {readable(needed['step'])}B" if "step" in needed else ""

@@ -93,12 +93,7 @@ def bind(server: Server, logger: Logger, args: RunConfig) -> None:
 
 
 class ScoreReader:
-    """Asks every replay for the episodes that have finished, and has the logger write them.
-
-    Args:
-        logger: Writes them, and knows what it has.
-        replays: A client of each shard.
-    """
+    """Asks every replay for the episodes that have finished, and has the logger write them."""
 
     def __init__(self, logger: Logger, replays: Mapping[int, Client]) -> None:
         self._logger, self._replays = logger, replays

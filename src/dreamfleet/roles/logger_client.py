@@ -19,13 +19,7 @@ _NUMBERED = ("tran", "gone", "add", "evaluated")
 
 class LoggerClient(Client):
     """A client of the logger. It numbers its messages: one whose reply was lost is sent again, and
-    taken once.
-
-    Args:
-        args: The run.
-        name: Shown in errors and logs.
-        maxinflight: Calls without a reply.
-    """
+    taken once."""
 
     def __init__(self, args: RunConfig, name: str, maxinflight: int = 16) -> None:
         super().__init__(find_server(args, "logger"), name, maxinflight, keys=args.run_keys)

@@ -132,7 +132,7 @@ class Progress:
         return self.begun
 
     def waiting(self) -> str:
-        """Whom counting waits for, in words; empty if for nobody."""
+        """What counting waits for, in words; empty if it does not."""
         return ""
 
     def finish(self) -> None:

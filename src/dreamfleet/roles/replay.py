@@ -301,11 +301,8 @@ class ReplayService:
         if snapshot is not None:
             for name, buffer in self._buffers.items():
                 buffer.load(snapshot.parts[name])
-        self.lead = (
-            None
-            if lead
-            else ReplayCoordinator(limiter, self._positions, args, stop, self._sampleable)
-        )
+        what = limiter, self._positions, args, stop, self._sampleable
+        self.lead = None if lead else ReplayCoordinator(*what)
         """What the shards do together, if this is the first of them."""
         self._lead: Coordinator = lead or self.lead  # type: ignore[assignment]  # one of them is there
         self._attached = threading.Event()

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ class Saver:
         )
 
     def _connect_to_replay(self) -> None:
-        """Wait for the replay, which somebody may start later, unless the run ends before."""
+        """Wait for the replay, which may be started later, unless the run ends before."""
         deadline = time.monotonic() + _FIRST_TIMEOUT
         while True:
             try:
@@ -154,7 +155,7 @@ class Saver:
         return int(self._position["samples"])
 
     def asked(self) -> bool:
-        """Whether a person wants a checkpoint now, and has said so with a file."""
+        """Whether a user asks for a checkpoint now, by a file."""
         if not self._may_look():
             return False
         try:
@@ -252,6 +253,8 @@ class Saver:
         what went wrong."""
         if self._writing is not None and (wait or self._writing.done()):
             writing, self._writing = self._writing, None
+            while not wait_for([writing], _LOOK_SECONDS).done:
+                self.note_end()  # however long it takes
             writing.result()
 
     def note_end(self) -> None:

@@ -57,12 +57,7 @@ def takes_turns(args: RunConfig) -> bool:
 
 def serial_fleet(make: Factories, args: RunConfig) -> None:
     """Run everything but rounds of evaluation, until there were enough steps or until asked to
-    stop.
-
-    Args:
-        make: Makes its parts.
-        args: The run.
-    """
+    stop."""
     progress = Progress(args.steps)
     stop = stop_event(on_stop=progress.stop)
 
@@ -97,7 +92,7 @@ _HERE = Caller(RUN, "", "this process", b"here")
 
 
 class InProcessClient:
-    """A server and its clients in one object: a call is made at once, by whoever makes it."""
+    """A server and its clients in one object: a call is made at once, in the caller's thread."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -158,17 +153,7 @@ class _Logger(Logger):
 
 
 class SerialRunner:
-    """The roles of a run, and whose turn it is.
-
-    Args:
-        agent: Acts and learns.
-        args: The run.
-        progress: Shared by actor and learner.
-        service: The replay.
-        limiter: The replay's.
-        buffer: The replay's training data.
-        logger: Follows episodes and writes metrics.
-    """
+    """The roles of a run, and whose turn it is."""
 
     def __init__(
         self,
@@ -275,7 +260,7 @@ class SerialRunner:
         # Environments write their next observations into the same arrays.
         actions, transitions = self._actor.act({k: value.copy() for k, value in obs.items()})
         self._actor.send([transitions])
-        self._actor.wait_for_replies()
+        self._actor.take_replies(wait=True)
         return actions
 
     def _follow(self, before: int) -> None:

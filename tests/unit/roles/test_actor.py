@@ -126,7 +126,7 @@ def test_training_and_evaluation_rows_of_a_batch_get_their_own_mode_in_place(
             for n, v, e in zip(ids, values, is_eval, strict=True)
         ]
         assert actions["action"].tolist() == expected
-    agent.wait_for_replies()
+    agent.take_replies(wait=True)
     modes = {(evaluated, *steps["mode"]) for _, steps, _, evaluated, *_ in replay.calls}
     assert modes == {(True, 4, 4), (False, 5, 5, 5)}  # the length of the mode's name
 
@@ -138,7 +138,7 @@ def test_batches_come_in_a_few_sizes_whatever_arrives(tmp_path: Path) -> None:
         first = [envid == size - 1 for envid in range(size)]
         actions = step(actor, observations(list(range(size)), [1.0] * size, is_first=first))
         assert len(actions["action"]) == size
-    actor.wait_for_replies()
+    actor.take_replies(wait=True)
     assert agent.sizes == [1, 2, 4, 4, 5, 6]
     for call in replay.calls:
         assert {len(column) for column in call[1].values()} == {len(call[2])}
@@ -177,7 +177,7 @@ def test_transitions_are_numbered_and_split_between_training_and_evaluation(
         first = value == 1.0
         values = [value, value + 1]
         step(actor, observations([0, 5], values, is_eval=[False, True], is_first=first))
-    actor.wait_for_replies()
+    actor.take_replies(wait=True)
     assert [call[5] for call in replay.calls] == list(range(1, len(replay.calls) + 1))
     assert len({call[4] for call in replay.calls}) == 1
     for envid, is_eval, values in ((0, False, [1.0, 3.0]), (5, True, [2.0, 4.0])):
@@ -196,7 +196,7 @@ def test_the_run_finishes_when_the_logger_says_that_the_target_is_reached(tmp_pa
         progress = Progress()
         actor = Actor(Summing(), config, progress, Recorder(0), Recorder(reached))
         step(actor, observations([0], [0.0], is_first=True))
-        actor.wait_for_replies()
+        actor.take_replies(wait=True)
         assert progress.finished.is_set() == reached
         assert progress.error is None
 
@@ -228,7 +228,7 @@ def test_a_run_that_is_stopped_drops_unconfirmed_steps_and_another_one_fails(
     (progress.stop if stopped else progress.finish)()
     replay.closed.set()
     with pytest.raises(Closed) as raised:
-        actor.wait_for_replies()
+        actor.take_replies(wait=True)
     actor.on_send_error(raised.value)
     assert ("unconfirmed steps are dropped" in caplog.text) == stopped
     assert progress.error is (None if stopped else raised.value)
@@ -267,7 +267,7 @@ def test_an_episode_whose_start_was_missed_is_reset_and_not_stored(
     reply = step(actor, begin([0, 1], [False, True]))
     assert reply["reset"].tolist() == [False, False]
     assert reply["action"].tolist() == [1, 0]
-    actor.wait_for_replies()
+    actor.take_replies(wait=True)
     for calls in (replay.calls, logger.calls):
         assert [envid for call in calls for envid in call[2].tolist()] == [0, 0, 1]
     assert logger.calls[-1][1] == 3
@@ -277,7 +277,7 @@ def test_a_batch_of_which_nothing_is_kept_sends_nothing(tmp_path: Path) -> None:
     actor, replay, logger = make_actor(CountingAgent(), tmp_path)
     reply = step(actor, begin([3], [False]))
     assert reply["reset"].tolist() == [True]
-    actor.wait_for_replies()
+    actor.take_replies(wait=True)
     assert replay.calls == logger.calls == []
 
 

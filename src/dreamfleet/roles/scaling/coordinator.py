@@ -46,15 +46,7 @@ class Coordinator(Protocol):
 
 class ReplayCoordinator:
     """The counts and the limiter of a run, as methods that shards and the learner call. Before the
-    coordinator has heard from every shard, all of them wait.
-
-    Args:
-        limiter: Holds samples and inserts in step.
-        positions: Of the first shard; knows what was heard of the others.
-        args: The number of shards, the size of a batch.
-        stop: Set when the process is asked to stop.
-        sampleable: Whether there is a sequence to sample.
-    """
+    coordinator has heard from every shard, all of them wait."""
 
     def __init__(
         self,

@@ -180,7 +180,7 @@ class Rendezvous:
     def enter(
         self, index: int, name: str, token: str, settings: dict[str, Any]
     ) -> tuple[str, list[int]]:
-        """A host is there; returns why it cannot be used, and whom all still wait for."""
+        """A host is there; returns why it cannot be used, and which hosts are missing."""
         with self._changed:
             if index == 0:
                 self._settings = settings
@@ -251,16 +251,16 @@ class Rendezvous:
             return [index for index in range(self._count) if index not in votes]
 
     def close(self) -> None:
-        """Let nobody wait any more."""
+        """End all waits."""
         with self._changed:
             self._end = self._end or End("done", "The run is over.")
             self._changed.notify_all()
 
     def _verdict(self) -> End | None:
-        """How the run ends, if somebody is lost, has failed or was asked to stop.
+        """How the run ends, if a host is lost, has failed or was asked to stop.
 
         A host that is lost makes the others fail. So a failure counts when it is known that
-        nobody is lost: everybody was heard of since.
+        none is lost: all were heard of since.
         """
         if self._end is not None:
             return self._end
@@ -314,18 +314,12 @@ def _shared_settings(config: RunConfig) -> dict[str, Any]:
 
 
 class Membership:
-    """This host's place among the others, as its supervisor has it.
-
-    Args:
-        address: Of host 0, for messages.
-        beat: The meeting's `beat` of this host.
-        meeting: The meeting itself, on host 0.
-    """
+    """This host's place among the others, as its supervisor has it."""
 
     def __init__(
-        self, address: str, beat: Callable[[How, str], Any], meeting: Rendezvous | None = None
+        self, address: str, beat: Callable[[How, str], Any], rendezvous: Rendezvous | None = None
     ) -> None:
-        self._address, self._ask, self._meeting = address, beat, meeting
+        self._address, self._ask, self._rendezvous = address, beat, rendezvous
         self._heard = time.monotonic()
         self._end = End("")
         self._over = threading.Event()
@@ -352,8 +346,8 @@ class Membership:
             time.sleep(BEAT_SECONDS / 4)
             over = self._tell(how, why)
         self._over.set()
-        if self._meeting is not None:
-            while not self._meeting.told() and time.monotonic() < deadline:
+        if self._rendezvous is not None:
+            while not self._rendezvous.told() and time.monotonic() < deadline:
                 time.sleep(BEAT_SECONDS / 4)
         return self._end
 
@@ -384,7 +378,7 @@ class Membership:
 
 
 def _first_line(text: str) -> str:
-    """How a host has failed, without the end of a log that nobody else has."""
+    """How a host has failed, without the end of its log, which the others do not have."""
     line = next(iter(text.splitlines()), "").partition(". The end of ")[0]
     return line.rstrip(".")[:300]
 
@@ -401,9 +395,9 @@ def joined(config: RunConfig, say: Say) -> Iterator[Membership | None]:
         return
     token = os.urandom(8).hex()
     if config.host_index == 0:
-        with _served(config) as meeting:
-            _enter(config, token, meeting.enter, say)
-            yield Membership("", partial(meeting.beat, 0, token), meeting)
+        with _served(config) as rendezvous:
+            _enter(config, token, rendezvous.enter, say)
+            yield Membership("", partial(rendezvous.beat, 0, token), rendezvous)
         return
     _wait_for_keys(config, say)
     address = partial(rendezvous_address, config)
@@ -419,7 +413,7 @@ def joined(config: RunConfig, say: Say) -> Iterator[Membership | None]:
 
 @contextmanager
 def _served(config: RunConfig) -> Iterator[Rendezvous]:
-    """The meeting on host 0, which others find while the block runs."""
+    """The rendezvous on host 0, which others find while the block runs."""
     path = _keys_file(config)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -429,22 +423,22 @@ def _served(config: RunConfig) -> Iterator[Rendezvous]:
         wanted = _parsed(config.coordinator)
         # A name may stand for another address here than elsewhere.
         listen = wanted.text if wanted.loopback else f"tcp://0.0.0.0:{wanted.port}"
-    meeting = Rendezvous(config.hosts)
+    rendezvous = Rendezvous(config.hosts)
     server = Server(listen, "hosts", keys=Keys.load(path))
-    server.bind("enter", meeting.enter, repeatable=True)
-    server.bind("beat", meeting.beat, repeatable=True)
-    # Everybody in a round, and everybody in that of a checkpoint.
-    server.bind("gather", meeting.gather, workers=2 * config.hosts, repeatable=True)
-    server.bind("missing", meeting.missing, repeatable=True)
+    server.bind("enter", rendezvous.enter, repeatable=True)
+    server.bind("beat", rendezvous.beat, repeatable=True)
+    # Every host in a round, and every host in that of a checkpoint.
+    server.bind("gather", rendezvous.gather, workers=2 * config.hosts, repeatable=True)
+    server.bind("missing", rendezvous.missing, repeatable=True)
     server.start(block=False)
     try:
         if not config.coordinator:
             port = parse(server.address).port
             atomic_write(_address_file(config), f"tcp://{socket.gethostname()}:{port}")
-        yield meeting
+        yield rendezvous
     finally:
         _address_file(config).unlink(missing_ok=True)
-        meeting.close()
+        rendezvous.close()
         server.close()
 
 

@@ -63,14 +63,7 @@ def serve_parameters(
 
 
 class ParameterServer(OtherActors):
-    """The learner's parameters and the run's step counter, for the actors of other processes.
-
-    Args:
-        agent: Whose parameters they are. It is asked for them by the thread that trains it.
-        args: The run.
-        progress: The run's.
-        updates: How many updates the learner has made.
-    """
+    """The learner's parameters and the run's step counter, for the actors of other processes."""
 
     def __init__(
         self, agent: Agent, args: RunConfig, progress: Progress, updates: Callable[[], int]

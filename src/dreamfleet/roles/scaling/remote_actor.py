@@ -86,11 +86,6 @@ class SharedProgress(Progress):
 
     Messages hold totals, so one that arrives twice counts once. A learner that was started again
     counts from what the replay holds: it gets a total without the steps that its predecessor knew.
-
-    Args:
-        name: The actor's.
-        args: The run.
-        learner: The learner's server.
     """
 
     def __init__(self, name: str, args: RunConfig, learner: Client) -> None:
@@ -200,14 +195,7 @@ class SharedProgress(Progress):
 
 
 class Follower:
-    """Keeps the parameters of an actor near those of the learner, with a thread of its own.
-
-    Args:
-        agent: Acts; it is given parameters while nobody holds the lock.
-        progress: The actor's, which talks to the learner.
-        lock: Held while the agent chooses actions.
-        health: Told when there is progress.
-    """
+    """Keeps the parameters of an actor near those of the learner, with a thread of its own."""
 
     def __init__(
         self,

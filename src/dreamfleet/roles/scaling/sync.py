@@ -1,4 +1,8 @@
-"""How the learners of all hosts stay in step: each says what it knows, and all decide alike."""
+"""How the learners of all hosts stay in step: each says what it knows, and all decide alike.
+
+Votes are calls to host 0, not collectives of `jax.experimental.multihost_utils`: a call raises when
+a host is lost, and a collective hangs.
+"""
 
 from __future__ import annotations
 
