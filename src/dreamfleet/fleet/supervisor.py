@@ -12,7 +12,8 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -113,7 +114,7 @@ class Supervisor:
         self._failures = Failures()
         self._told_of_envs = False
         self._duration, self._say = duration, say
-        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Callable[[], str]] = queue.SimpleQueue()
         self._logdir = logdir
         self._inode = logdir.stat().st_ino if logdir is not None else None
         before = read_record(logdir) if logdir is not None else None
@@ -156,7 +157,7 @@ class Supervisor:
     def stop(self, reason: str = "stop", *, at_once: bool = False) -> None:
         """End the run in order, or kill every worker `at_once`; may be called from any thread and
         from signal handlers."""
-        self._events.put(_Stop(reason))  # first: so the end of a worker is no failure
+        self._events.put(lambda: reason)  # first: so the end of a worker is no failure
         if at_once:
             self._at_once = True
             for member in self._members:
@@ -165,11 +166,11 @@ class Supervisor:
     def add(self, node: JoinedNode, workers: Sequence[Worker]) -> None:
         """Start workers on a machine that has joined, and restart them from then on; from any
         thread."""
-        self._events.put(_Joined(node, workers))
+        self._events.put(partial(self._on_join, node, workers))
 
     def remove(self, node: JoinedNode) -> None:
         """Forget the workers of a machine that has left; from any thread."""
-        self._events.put(_Left(node))
+        self._events.put(partial(self._forget, node))
 
     def _watch(self, tick: Callable[[], None], every: float) -> str:
         """Handle events until the run is over; returns why it is."""
@@ -189,25 +190,17 @@ class Supervisor:
                 event = self._events.get(timeout=max(0.0, wake - now))
             except queue.Empty:
                 continue
-            if isinstance(event, _Stop):
-                if event.reason in _SIGNALS:
+            if reason := event():
+                if reason in _SIGNALS:
                     # Not by the handler: it may interrupt a line that is just being written.
                     self._say("Saving and ending; once more ends at once.")
-                return event.reason
-            if isinstance(event, _Joined):
-                self._add_members([_Member(worker, event.node) for worker in event.workers])
-            elif isinstance(event, _Left):
-                self._forget(event.node)
-            elif event.member not in self._members:
-                continue  # its machine has left
-            elif isinstance(event, _Restart):
-                self._start(event.member)
-            elif event.member.worker.ends_run and event.code == 0:
-                return "done"
-            else:
-                self._on_exit(event.member, event.code)
+                return reason
 
-    def _start(self, member: _Member) -> None:
+    # Events return why the run is over; nothing, if it is not.
+
+    def _start(self, member: _Member) -> str:
+        if member not in self._members:
+            return ""  # its machine has left
         running = member.start()
         if member.restarts:
             self._add_event(member, "started")
@@ -215,27 +208,35 @@ class Supervisor:
         def wait() -> None:
             code = running.wait()
             assert code is not None
-            self._events.put(_Exited(member, code))
+            self._events.put(partial(self._on_exit, member, code))
 
         threading.Thread(target=wait, name=f"wait-{member.name}", daemon=True).start()
+        return ""
 
-    def _add_members(self, members: list[_Member]) -> None:
+    def _on_join(self, node: JoinedNode, workers: Sequence[Worker]) -> str:
         """Start environments of a machine that has joined; they are stopped after the run's own."""
+        members = [_Member(worker, node) for worker in workers]
         servers = [n for n, m in enumerate(self._members) if m.worker.role in ("replay", "logger")]
         place = min(servers, default=len(self._members))
         self._members = [*self._members[:place], *members, *self._members[place:]]
         for member in members:
             self._start(member)
+        return ""
 
-    def _forget(self, node: Node) -> None:
+    def _forget(self, node: Node) -> str:
         self._members = [each for each in self._members if each.node is not node]
+        return ""
 
-    def _on_exit(self, member: _Member, code: int) -> None:
+    def _on_exit(self, member: _Member, code: int) -> str:
         """Decide what follows the end of a worker that was not asked to stop.
 
         Raises:
             FleetError: The run ends because of it.
         """
+        if member not in self._members:
+            return ""  # its machine has left
+        if member.worker.ends_run and code == 0:
+            return "done"
         try:
             self._restart(member, code)
         except FleetError as error:
@@ -247,6 +248,7 @@ class Supervisor:
                 raise FleetError(f"The joined machine {member.worker.node} failed: {why}") from None
             self._say(f"The joined machine {member.worker.node} is dismissed: {why}")
             self._forget(member.node)
+        return ""
 
     def _restart(self, member: _Member, code: int) -> None:
         self._check_directory()
@@ -265,7 +267,7 @@ class Supervisor:
         if not delay:
             self._start(member)
             return
-        timer = threading.Timer(delay, self._events.put, [_Restart(member)])
+        timer = threading.Timer(delay, self._events.put, [partial(self._start, member)])
         timer.daemon = True
         timer.start()
 
@@ -563,33 +565,3 @@ class Failures:
                 f"{self._failures[0].error}"
             )
         return min(FIRST_DELAY * 2.0 ** (count - 1), LONGEST_DELAY) if count else 0.0
-
-
-@dataclass(frozen=True)
-class _Exited:
-    member: _Member
-    code: int
-
-
-@dataclass(frozen=True)
-class _Restart:
-    member: _Member
-
-
-@dataclass(frozen=True)
-class _Stop:
-    reason: str
-
-
-@dataclass(frozen=True)
-class _Joined:
-    node: Node
-    workers: Sequence[Worker]
-
-
-@dataclass(frozen=True)
-class _Left:
-    node: Node
-
-
-_Event = _Exited | _Restart | _Stop | _Joined | _Left

@@ -31,7 +31,7 @@ from dreamfleet.roles.invitations import hooks_of, invited
 from dreamfleet.roles.logger_client import LoggerClient, video_env
 from dreamfleet.roles.policy_batches import Carries, padded_policy, policy_sizes
 from dreamfleet.roles.progress import Progress, hang_up_in_time
-from dreamfleet.roles.runtime import ActorFailed
+from dreamfleet.roles.runtime import POLL_SECONDS, ActorFailed
 from dreamfleet.roles.scaling.shards import ReplayClient, Reply, replay_client
 from dreamfleet.spaces import FLAGS, LOG_PREFIX, RESET, is_frame, without_logs
 from dreamfleet.transport import BatchServer, Client, Closed, Future, TransportError
@@ -45,7 +45,6 @@ _IN_FLIGHT = 2  # messages to the replay without a reply: one it works on, and t
 _LOGGED_IN_FLIGHT = 8  # the same to the logger
 _MOST_FLUSH_SECONDS = 3600.0  # for one message to the replay, at the end of a complete run
 _PRESENT_SECONDS = 2.0  # an environment that was heard within these counts as one that is there
-_LOOK_SECONDS = 0.5
 
 
 def parallel_actor(
@@ -117,8 +116,8 @@ def serve_actor(
         should_log()
         try:
             publish_address(args, "actor", server.address, index)
-            while not progress.finished.wait(min(args.log_every, _LOOK_SECONDS)):
-                gate.look()
+            while not progress.finished.wait(min(args.log_every, POLL_SECONDS)):
+                gate.poll()
                 if args.bind:  # environments come and go
                     server.resize("act", actor.full_batch())
                 if should_log():
@@ -161,7 +160,7 @@ class Actor:
         self.source = f"actor-{uuid.uuid4().hex}"
         """A new name for each start: a resend is recognised, a successor's batch never is."""
         self._sequence = 0
-        self._stored: deque[tuple[Reply, int]] = deque()  # with the training steps in it
+        self._stored: deque[Reply] = deque()
         self._logged: deque[Future] = deque()
         self._previous = (time.monotonic(), 0.0, 0.0)
         self._failures = EnvFailures()
@@ -202,7 +201,8 @@ class Actor:
         transitions = Transitions(envids, is_eval, {**inputs, **actions, **outs}, logs)
         if unknown.any():
             transitions = transitions.where(~unknown)
-        self._progress.advance(int(np.count_nonzero(~transitions.is_eval)))
+        if self._args.actors == 1:
+            self._progress.advance(int(np.count_nonzero(~transitions.is_eval)))
         return {**actions, RESET: obs["is_last"] | unknown}, transitions
 
     def _policy(self, envids: NDArray[Any], obs: Arrays, mode: Mode) -> tuple[Arrays, Arrays]:
@@ -234,7 +234,8 @@ class Actor:
         """Send transitions to the replay and the logger, in order; batches that followed each other
         quickly share a message, because a message costs more than the rows in it."""
         self.take_replies(wait=False)
-        self._progress.report()
+        if self._args.actors > 1:  # the replay counts
+            self._progress.raise_to(self._replay.position().result()["steps"])
         if forgotten := [self._forgotten.popleft() for _ in range(len(self._forgotten))]:
             self._logged.append(self._logger.call("gone", np.array(forgotten, np.int64)))
         for joined, frames in self._messages(batches):
@@ -267,16 +268,13 @@ class Actor:
     def _store(self, part: Transitions, is_eval: bool) -> None:
         self._sequence += 1
         message = (part.steps, part.envids, is_eval, self.source, self._sequence)
-        steps = 0 if is_eval else len(part)
-        self._stored.append((self._replay.call("add_batch", *message), steps))
+        self._stored.append(self._replay.call("add_batch", *message))
 
     def take_replies(self, *, wait: bool) -> None:
         """Take the replies that are there, or wait until the replay and the logger have confirmed
         everything that was sent."""
-        while self._stored and (wait or self._stored[0][0].done()):
-            reply, steps = self._stored.popleft()
-            reply.result()
-            self._progress.stored(steps)
+        while self._stored and (wait or self._stored[0].done()):
+            self._stored.popleft().result()
         while self._logged and (wait or self._logged[0].done()):
             self._on_logged(self._logged.popleft())
 
@@ -340,8 +338,8 @@ class Actor:
         then, items, batches = self._previous
         now = time.monotonic()
         self._previous = now, stats["act/items"], stats["act/batches"]
-        self._progress.noted(self._failures.total, stats["act/items"])
-        reasons = [self._progress.waiting()]
+        self._progress.env_failures = self._failures.total, stats["act/items"]
+        reasons = []
         observations = int(stats["act/waiting"])
         if not held:
             reasons += [waits_for(self._args, idle, observations, replay, self._index)]
@@ -431,7 +429,7 @@ class StartGate:
         else:
             self._note_beginning()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Let the actor act, if it may now."""
         if not self.closed:
             return

@@ -14,6 +14,7 @@ from dreamfleet.roles.actor import parallel_actor
 from dreamfleet.roles.learner import parallel_learner
 from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.runtime import (
+    POLL_SECONDS,
     STOPPED,
     Factory,
     process_was_asked_to_stop,
@@ -23,8 +24,6 @@ from dreamfleet.roles.runtime import (
 from dreamfleet.roles.scaling.sync import Sync, sync_of
 
 log = logging.getLogger(__name__)
-
-_LOOK_SECONDS = 1.0
 
 
 def parallel_agent(make_agent: Factory, args: RunConfig) -> None:
@@ -66,7 +65,7 @@ def _act_and_learn(agent: Agent, args: RunConfig, progress: Progress, sync: Sync
     progress.finished.wait()
     while learner.is_alive():  # the learner makes the end, see `Progress`
         _leave_if_unprepared(progress)
-        learner.join(_LOOK_SECONDS)
+        learner.join(POLL_SECONDS)
     progress.wait_no_longer()
     actor.join(progress.seconds_left())
     if progress.error is not None:

@@ -765,21 +765,14 @@ class ReportCheck:
     def __init__(self, args: RunConfig, connected: Callable[[bytes], bool]) -> None:
         self._names = {server_name("actor", number): number for number in range(1, args.actors)}
         self._owners = Owners(connected, _FOREVER, 1, args.actors)
-        self._ahead = steps_ahead(args)
 
-    def __call__(self, caller: Caller, message: Any, counted: Callable[[Any], int | None]) -> None:
-        """Refuse what is no report.
-
-        Args:
-            caller: Who sends it.
-            message: What was sent.
-            counted: How many of these steps are counted; None for a report that is not counted.
-        """
+    def __call__(self, caller: Caller, message: Any) -> None:
+        """Refuse what is no report."""
         require(type(message) is dict, "A report is a dict.")
-        for key in ("learner", "actor", "source"):
+        for key in ("actor", "source"):
             value = message.get(key)
             require(type(value) is str and len(value) <= _LONGEST_KEY, f"{key!r} is a short text.")
-        for key in ("steps", "unstored", "failures", "env_steps", "present"):
+        for key in ("failures", "env_steps", "present"):
             value = message.get(key)
             counts = type(value) in (int, float) and 0 <= value <= _MOST_STEPS
             require(counts and value == int(value), f"{key!r} counts from 0.")
@@ -787,10 +780,6 @@ class ReportCheck:
             require(type(message.get(key)) is bool, f"{key!r} is a bool.")
         number = self._names.get(message["actor"])
         require(number is not None and message["source"], "The run has no such actor.")
-        before = counted(message)
-        if before is not None:
-            new = message["steps"] - before
-            require(0 <= new <= self._ahead, f"An actor makes no {new} steps between two reports.")
         which, new_episode = np.array([number]), np.ones(1, bool)
         self._owners.claim(caller, which, new_episode, key=message["source"].encode())
 

@@ -23,6 +23,7 @@ from dreamfleet.roles.health import STARTED, health_path
 from dreamfleet.roles.logger_client import LoggerClient
 from dreamfleet.roles.policy_batches import policy_sizes
 from dreamfleet.roles.progress import LOOK_AHEAD, Progress, hang_up_in_time, most_owed
+from dreamfleet.roles.runtime import POLL_SECONDS
 from dreamfleet.roles.saver import Saver
 from dreamfleet.roles.scaling.parameters import serve_parameters
 from dreamfleet.roles.scaling.shards import ChunkToShard, ReplayClient, Reply, replay_client
@@ -37,7 +38,6 @@ longer times, up to `save_every`."""
 _STATE_SECONDS = 2.0
 _ENOUGH_DATA = "waiting for enough data to train on"
 _UNKNOWN_STEP = -1  # for the logger, before the replay has said where the run is
-_LOOK_SECONDS = 0.5
 _CONFIRM_SECONDS = 0.02  # between two looks whether all steps are confirmed
 _BATCH_SECONDS = 0.1  # after which a learner without a batch does what else is due
 _FLUSH_SECONDS = 5.0
@@ -112,7 +112,7 @@ class Learner:
         self._ending = self._stopping = self._learned = self._too_little = False
         self._needed = 0  # updates in all, once the run ends
         self._finishing: tuple[Reply, bool] | None = None  # and whether all was sent before
-        self._may_finish = LocalClock(_LOOK_SECONDS, first=True)
+        self._may_finish = LocalClock(POLL_SECONDS, first=True)
         self.aggregate = Aggregate()
         """Metrics of the updates since the last ones were logged."""
         self._timer, self._usage = Timer(), Usage()

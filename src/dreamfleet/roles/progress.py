@@ -11,8 +11,8 @@ from typing import Protocol
 from dreamfleet.config import RunConfig
 from dreamfleet.replay import SamplesPerInsert
 from dreamfleet.roles.logger_client import LoggerClient
+from dreamfleet.roles.runtime import POLL_SECONDS
 
-_LOOK_SECONDS = 0.5
 _END_SECONDS = 5.0
 
 
@@ -35,6 +35,9 @@ class OtherActors:
 class Progress:
     """The step counter, and how the run ends.
 
+    A single actor counts its steps when it acts. Of several actors, the replay counts the steps
+    (`raise_to`): a step is made when it is committed.
+
     Both ends are one sequence: the actor stops (`finished`); the learner calls `finish` of the
     replay, which takes the steps that are left and allows the updates that are missing; the steps
     are confirmed (`sent`); the learner saves. A complete run waits for its replay as long as that
@@ -56,6 +59,8 @@ class Progress:
         """Set by the learner, if there are any."""
         self.present = 0
         """Environments that are there, as far as this process knows."""
+        self.env_failures = (0, 0.0)
+        """Failures of this actor's environments since it was started, and their steps."""
         self.begun = False
         """Whether the environments that the run expects were there."""
         self.elsewhere = 0
@@ -100,7 +105,7 @@ class Progress:
             self._step += count
             step = self.step
         if self._limit and step >= self._limit:
-            self.finish()
+            self.finished.set()
         return step
 
     def raise_to(self, step: int) -> None:
@@ -109,21 +114,6 @@ class Progress:
             self._step = max(self._step, step)
         self.advance(0)
 
-    def retract(self, count: int) -> None:
-        """Steps that were counted are lost, because the actor that made them was killed."""
-        with self._lock:
-            if not self.finished.is_set():
-                self._step -= count
-
-    def report(self) -> None:
-        """Have the steps counted before they are sent to the replay; here they are."""
-
-    def stored(self, count: int) -> None:
-        """The replay has so many more of the steps."""
-
-    def noted(self, failures: int, steps: float) -> None:
-        """So many failures of environments, and steps, there were since this actor was started."""
-
     def may_begin(self, present: int, expected: int) -> bool:
         """Whether the run acts, if so many environments of this actor are there, and it expects so
         many of all actors."""
@@ -131,12 +121,8 @@ class Progress:
         self.begun = self.begun or self.present >= expected
         return self.begun
 
-    def waiting(self) -> str:
-        """What counting waits for, in words; empty if it does not."""
-        return ""
-
     def finish(self) -> None:
-        """There were enough steps, or the score is reached."""
+        """The score is reached."""
         self.finished.set()
 
     def stop(self) -> None:
@@ -169,7 +155,7 @@ def hang_up_in_time(progress: Progress, logger: LoggerClient, *replays: Closable
 
     def watch() -> None:
         progress.finished.wait()
-        while not done.wait(min(_LOOK_SECONDS, progress.seconds_left())):
+        while not done.wait(min(POLL_SECONDS, progress.seconds_left())):
             logger.give_up_if_silent(_END_SECONDS)
             if not progress.seconds_left():
                 for client in (logger, *replays):

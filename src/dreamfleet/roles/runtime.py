@@ -79,8 +79,10 @@ def takes(function: Callable[..., Any], argument: str) -> bool:
     return False
 
 
-# --- failing -------------------------------------------------------------------------------------
+# --- waiting -------------------------------------------------------------------------------------
 
+POLL_SECONDS = 0.5
+"""Between two looks at what tells nothing by itself."""
 FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0
 """Seconds before something that has failed is tried again; doubled each time."""
 

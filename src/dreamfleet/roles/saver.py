@@ -19,6 +19,7 @@ from dreamfleet.config import RunConfig
 from dreamfleet.policy import BLUEPRINT, Blueprint, find_checkpoint
 from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.progress import Progress
+from dreamfleet.roles.runtime import POLL_SECONDS
 from dreamfleet.roles.scaling.shards import ReplayClient
 from dreamfleet.roles.scaling.sync import Sync
 from dreamfleet.transport import Client, Disconnected, TransportError
@@ -30,7 +31,6 @@ SAVE_REQUEST = "save.request"
 _FIRST_TIMEOUT = 3600.0
 _CONNECT_SECONDS, _POSITION_SECONDS, _SCORE_SECONDS = 1.0, 10.0, 2.0
 _ROUND_SECONDS = 0.5
-_LOOK_SECONDS = 0.5
 
 
 class Saver:
@@ -59,7 +59,7 @@ class Saver:
         self._round = 0  # the step at which the last round of evaluation began
         self.round_may_begin: Callable[[], bool] = LocalClock(_ROUND_SECONDS, first=True)
         """Whether to look now if a round is due; looking reads files."""
-        self._may_look = LocalClock(_LOOK_SECONDS, first=True)
+        self._may_look = LocalClock(POLL_SECONDS, first=True)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self._saved = 0  # updates
@@ -253,7 +253,7 @@ class Saver:
         what went wrong."""
         if self._writing is not None and (wait or self._writing.done()):
             writing, self._writing = self._writing, None
-            while not wait_for([writing], _LOOK_SECONDS).done:
+            while not wait_for([writing], POLL_SECONDS).done:
                 self.note_end()  # however long it takes
             writing.result()
 
@@ -267,8 +267,7 @@ class Saver:
         self._health.give_up()
 
     def recount(self) -> None:
-        """Count at least the steps that the replay holds: an actor of another process may have told
-        a learner of them that was killed."""
+        """Count the steps that the replay holds, also those of other actors."""
         self._newest_position()
 
     def _newest_position(self) -> dict[str, Any]:

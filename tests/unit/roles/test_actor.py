@@ -201,6 +201,28 @@ def test_the_run_finishes_when_the_logger_says_that_the_target_is_reached(tmp_pa
         assert progress.error is None
 
 
+class Holding(Recorder):
+    """A replay with steps of several actors."""
+
+    steps = 7
+
+    def position(self) -> Replied:
+        return Replied({"steps": self.steps})
+
+
+def test_of_several_actors_the_replay_counts_the_steps(tmp_path: Path) -> None:
+    config, progress, replay = small_run(tmp_path, envs=6, actors=2), Progress(20), Holding()
+    actor = Actor(Summing(), config, progress, replay, Recorder(False))  # type: ignore[arg-type]
+    for steps in (7, 19):
+        replay.steps = steps
+        step(actor, observations([0, 2], [1.0, 1.0], is_first=True))
+        assert progress.step == steps
+    assert not progress.finished.is_set()
+    replay.steps = 20
+    step(actor, observations([0, 2], [1.0, 1.0]))
+    assert progress.finished.is_set()
+
+
 class Away:
     """A replay that does not answer before its client is closed."""
 

@@ -156,7 +156,7 @@ def test_a_run_begins_when_all_are_there_and_an_agent_that_is_restarted_does_not
     opening, server, acted = acting(run, progress)
 
     def present() -> int:
-        opening.look()
+        opening.poll()
         return progress.present
 
     with server, Client(server.address) as stays, Client(server.address) as last:

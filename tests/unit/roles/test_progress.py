@@ -98,7 +98,7 @@ def test_a_complete_run_does_not_wait_for_a_logger_that_answers_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dreamfleet.roles.progress._END_SECONDS", 0.05)
-    monkeypatch.setattr("dreamfleet.roles.progress._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("dreamfleet.roles.progress.POLL_SECONDS", 0.01)
     thawed, progress, replay = threading.Event(), Progress(10), Hung()
     args = small_run(tmp_path, logger_addr=fixed_address())
     server = Server(args.logger_addr, "logger")

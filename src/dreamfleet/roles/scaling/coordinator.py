@@ -16,13 +16,13 @@ from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.positions import Positions
 from dreamfleet.replay import RateLimitedError, SamplesPerInsert
+from dreamfleet.roles.runtime import POLL_SECONDS
 from dreamfleet.transport import Client, Unanswered
 
 log = logging.getLogger(__name__)
 
 _LIMITER_TIMEOUT = 1.0
 _NO_SEQUENCE_SECONDS = 0.1
-_LOOK_SECONDS = 1.0
 
 
 class ShardInfo(NamedTuple):
@@ -211,7 +211,7 @@ class ReplayCoordinator:
             )
 
     def _wait_for_all(self) -> None:
-        while not self._complete.wait(_LOOK_SECONDS):
+        while not self._complete.wait(POLL_SECONDS):
             if self._stop.is_set():
                 raise Unanswered("The replay is being closed.")
 
@@ -244,7 +244,7 @@ class RemoteCoordinator:
 
     def _ask(self, method: str, *args: int) -> Any:
         answer = self._client.call(method, *args)
-        while not answer.wait(_LOOK_SECONDS):
+        while not answer.wait(POLL_SECONDS):
             if self._stop.is_set():
                 raise Unanswered("The replay is being closed.")
         return answer.result()

@@ -1,8 +1,7 @@
 """The learner's side of actors in processes of their own (`scaling.remote_actor`).
 
 While it trains, the learner takes the agent's `policy_state` about once a second, and offers it
-with a version number. Actors ask for it as often. They report their steps to the same server, which
-counts them and says when the run is over.
+with a version number. Actors ask for it as often, and hear whether the run is over.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -34,20 +32,14 @@ _LOST_SECONDS = 10.0  # an actor reports every second
 _PIECE_BYTES = 128 << 20  # half of what a frame of a message may hold
 
 
-@dataclass
-class _Actor:
-    """What the learner knows of an actor."""
+class _Actor(NamedTuple):
+    """What an actor has reported last."""
 
-    source: str
-    """Another one after each start."""
-    steps: int = 0
-    """Those that were counted."""
-    unstored: int = 0
-    busy: bool = True
-    failures: int = 0
-    env_steps: float = 0.0
-    present: int = 0
-    seen: float = 0.0
+    busy: bool
+    failures: int
+    env_steps: float
+    present: int
+    seen: float
 
 
 @contextmanager
@@ -63,7 +55,7 @@ def serve_parameters(
 
 
 class ParameterServer(OtherActors):
-    """The learner's parameters and the run's step counter, for the actors of other processes."""
+    """The learner's parameters, for the actors of other processes."""
 
     def __init__(
         self, agent: Agent, args: RunConfig, progress: Progress, updates: Callable[[], int]
@@ -116,47 +108,25 @@ class ParameterServer(OtherActors):
         return {**offer, "age": time.monotonic() - offer["taken"]}
 
     def report(self, caller: Caller, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Count an actor's steps, if it knows which learner this is; returns where the run is."""
-        self._check(caller, message, self._counted)
-        if message["learner"] == self._id:
-            self._count(message)
+        """Note what an actor says of itself; returns where the run is."""
+        self._check(caller, message)
+        known = [message[key] for key in ("busy", "failures", "env_steps", "present")]
+        with self._lock:
+            self._actors[message["actor"]] = _Actor(*known, time.monotonic())
         progress = self._progress
+        if message["reached"] and not progress.finished.is_set():
+            log.info("The target score of %g is reached.", self._args.target_score)
+            progress.finish()
         over = progress.finished.is_set() and progress.error is None
         return {
             "learner": self._id,
-            "step": progress.step,
+            "elsewhere": progress.elsewhere,
             "updates": self._updates(),
             "version": self._offer["version"],
             "begun": progress.begun,
             "finished": over,
             "stopped": over and progress.stopped,
         }
-
-    def _counted(self, message: Mapping[str, Any]) -> int | None:
-        """How many of an actor's steps are counted; None if this message is not."""
-        if message["learner"] != self._id:
-            return None
-        actor = self._actors.get(message["actor"])
-        return actor.steps if actor and actor.source == message["source"] else 0
-
-    def _count(self, message: Mapping[str, Any]) -> None:
-        with self._lock:
-            name, source = message["actor"], message["source"]
-            actor = self._actors.get(name)
-            if actor is None or actor.source != source:
-                if actor is not None and actor.busy:
-                    lost = min(actor.steps, actor.unstored)
-                    log.info("%s was started again; up to %d of its steps are lost.", name, lost)
-                    self._progress.retract(lost)
-                actor = self._actors[name] = _Actor(source)
-            new, actor.steps = message["steps"] - actor.steps, message["steps"]
-            actor.unstored, actor.busy = message["unstored"], message["busy"]
-            actor.failures, actor.env_steps = message["failures"], message["env_steps"]
-            actor.present, actor.seen = message["present"], time.monotonic()
-            self._progress.advance(new)
-        if message["reached"] and not self._progress.finished.is_set():
-            log.info("The target score of %g is reached.", self._args.target_score)
-            self._progress.finish()
 
     # --- what the agent's process asks -----------------------------------------------------------
 

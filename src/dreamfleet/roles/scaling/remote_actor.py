@@ -15,14 +15,12 @@ from dreamfleet.roles.addresses import find_server, server_name
 from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.policy_batches import policy_sizes
 from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.runtime import Factory, stop_event, takes, unpack
+from dreamfleet.roles.runtime import POLL_SECONDS, Factory, stop_event, takes, unpack
 from dreamfleet.roles.scaling.parameters import unpacked
 from dreamfleet.transport import Client, Closed, Disconnected
 
 log = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.2
-_ASK_SECONDS = 0.5
 _EVERY_SECONDS = 1.0  # between two reports
 
 
@@ -39,7 +37,7 @@ def parallel_remote_actor(make_agent: Factory, index: int, args: RunConfig) -> N
         args: The run.
     """
     stop = threading.Event()
-    running: list[SharedProgress] = []
+    running: list[RemoteProgress] = []
 
     def on_stop() -> None:
         stop.set()
@@ -53,7 +51,7 @@ def parallel_remote_actor(make_agent: Factory, index: int, args: RunConfig) -> N
     agent = make(actor=index) if takes(make, "actor") else make()
     with Client(find_server(args, "learner"), f"{name}-learner", keys=args.run_keys) as learner:
         while not stop.is_set():
-            progress = SharedProgress(name, args, learner)
+            progress = RemoteProgress(name, args, learner)
             running[:] = [progress]
             if stop.is_set():  # while it was made
                 return
@@ -67,8 +65,8 @@ def parallel_remote_actor(make_agent: Factory, index: int, args: RunConfig) -> N
 
                     serve_actor(agent, args, progress, index, lock, metrics)
                 progress.busy = False
-                while progress.error is None and not stop.wait(_LOOK_SECONDS):
-                    if progress.heard and not progress.heard["finished"]:
+                while progress.error is None and not stop.wait(POLL_SECONDS):
+                    if not progress.over():
                         log.info("The run goes on.")
                         break
             if progress.error is not None:
@@ -76,117 +74,66 @@ def parallel_remote_actor(make_agent: Factory, index: int, args: RunConfig) -> N
         learner.close(flush=0.0)  # it knows all it has to
 
 
-class SharedProgress(Progress):
-    """The progress of a run as an actor in a process of its own knows it.
-
-    The learner counts. It is told of steps before they are sent to the replay, so every step that
-    is stored was counted; a report waits while it is away. So all actors
-    together make at most `_margin` steps that were not counted, and when the run has no more left
-    than that, every policy call reports.
-
-    Messages hold totals, so one that arrives twice counts once. A learner that was started again
-    counts from what the replay holds: it gets a total without the steps that its predecessor knew.
-    """
+class RemoteProgress(Progress):
+    """The progress of a run as an actor in a process of its own knows it: the replay counts its
+    steps, and the learner says whether the run begins and ends."""
 
     def __init__(self, name: str, args: RunConfig, learner: Client) -> None:
-        super().__init__(args.steps)
+        # With several hosts all of them decide together when there are enough.
+        super().__init__(args.steps if args.hosts == 1 else 0)
         self.name = name
         self.busy = True
         """Whether there are steps that this actor has not sent yet."""
         self.heard: dict[str, Any] = {}
         """What the learner said last; empty as long as it has said nothing."""
         self._learner = learner
-        self._source = uuid.uuid4().hex  # a successor's totals start again
-        batch = max(args.policy_batch_of(actor) for actor in range(args.actors))
-        self._margin = args.actors * (2 * args.limiter_tolerance + batch)
-        self._counting = ""  # the learner that counts
-        self._reporting = threading.Lock()
-        self._acted = self._known = 0  # steps, all of them and those that the learner knows
-        self._earlier = 0  # those that an earlier one knew
-        self._unstored = 0
+        self._source = uuid.uuid4().hex  # another one after each start
         self._reached = False
-        self._failures, self._env_steps = 0, 0.0
-
-    def advance(self, count: int) -> int:
-        with self._lock:
-            self._acted += count
-            self._unstored += count
-            self._step += count
-            step = self._step
-        if self._limit and step + self._margin >= self._limit:
-            self.report()
-        return step
 
     def report(self) -> None:
-        """Tell the learner, and hear from it; waits until it is there. Without it an actor that is
-        asked to stop goes on: the replay's count holds what it stores."""
-        with self._reporting:
-            acted, reply = self._told()
-            while reply is not None and not self._take(acted, reply):
-                acted, reply = self._told()
+        """Tell the learner about this actor, and hear from it; waits until it is there. Without it
+        an actor that is asked to stop goes on."""
+        failures, steps = self.env_failures
+        message = {
+            "actor": self.name,
+            "source": self._source,
+            "busy": self.busy,
+            "reached": self._reached,
+            "failures": failures,
+            "env_steps": steps,
+            "present": self.present,
+        }
+        if (reply := self.ask("report", message)) is None:
+            return
+        self.heard, self.elsewhere = reply, reply["elsewhere"]
+        if reply["stopped"]:
+            self.stop()
+        elif reply["finished"]:
+            self.finished.set()
 
     def ask(self, method: str, *args: Any) -> Any:
         """The learner's reply; None if there is no learner, and the run needs none any more."""
         while True:
             try:
-                self._learner.connect(_ASK_SECONDS)
+                self._learner.connect(POLL_SECONDS)
                 future = self._learner.call(method, *args)
-                while not future.wait(_ASK_SECONDS):
-                    if self.finished.is_set() and self.waiting():
+                while not future.wait(POLL_SECONDS):
+                    if self.finished.is_set() and not self._learner.stats()["connected"]:
                         return None
                 return future.result()
             except Disconnected:
                 if self.finished.is_set():
                     return None
 
-    def _told(self) -> tuple[int, Any]:
-        """Tell the learner of the steps; returns how many it was told of, and its reply."""
-        with self._lock:
-            acted = self._acted
-            message = {
-                "learner": self._counting,
-                "actor": self.name,
-                "source": self._source,
-                "steps": acted - self._earlier,
-                "unstored": self._unstored,
-                "busy": self.busy,
-                "reached": self._reached,
-                "failures": self._failures,
-                "env_steps": self._env_steps,
-                "present": self.present,
-            }
-        return acted, self.ask("report", message)
-
-    def _take(self, acted: int, reply: dict[str, Any]) -> bool:
-        """Take the learner's reply; returns whether it has counted."""
-        with self._lock:
-            if reply["learner"] != self._counting:
-                self._counting, self._earlier = reply["learner"], self._known
-                return False
-            self._known = acted
-            self._step = reply["step"] + self._acted - acted
-            self.heard = reply
-        if reply["stopped"]:
-            self.stop()
-        elif reply["finished"]:
-            self.finished.set()
-        return True
-
-    def stored(self, count: int) -> None:
-        with self._lock:
-            self._unstored -= count
-
-    def noted(self, failures: int, steps: float) -> None:
-        self._failures, self._env_steps = failures, steps
+    def over(self) -> bool:
+        """Whether the run is over, as far as this actor has heard."""
+        enough = 0 < self._limit <= self.step
+        return enough or not self.heard or bool(self.heard["finished"])
 
     def may_begin(self, present: int, expected: int) -> bool:
         self.present = present
         self.begun = not expected or bool(self.heard.get("begun"))
         return self.begun
-
-    def waiting(self) -> str:
-        away = not self._learner.stats()["connected"]
-        return f"{self.name} has no connection to the learner" if away else ""
 
     def finish(self) -> None:
         """The score is reached, as the learner has to know."""
@@ -200,7 +147,7 @@ class Follower:
     def __init__(
         self,
         agent: Player,
-        progress: SharedProgress,
+        progress: RemoteProgress,
         lock: threading.Lock,
         health: Health,
     ) -> None:
