@@ -25,7 +25,7 @@ class LoggerClient(Client):
         super().__init__(find_server(args, "logger"), name, maxinflight, keys=args.run_keys)
         self._source, self._messages = uuid.uuid4().hex, 0
         self._in_order = threading.Lock()
-        self._answered = (0.0, time.monotonic())  # replies, and when the last one came
+        self._answered = (-1.0, 0.0)  # replies, and when the last one was seen
         self.given_up = False
         """Whether the run ends without an answer of the logger; later calls have none either."""
 

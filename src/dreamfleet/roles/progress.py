@@ -156,7 +156,8 @@ def hang_up_in_time(progress: Progress, logger: LoggerClient, *replays: Closable
     def watch() -> None:
         progress.finished.wait()
         while not done.wait(min(POLL_SECONDS, progress.seconds_left())):
-            logger.give_up_if_silent(_END_SECONDS)
+            # Steps may wait for the logger, so that one that is silent leaves time for the replay.
+            logger.give_up_if_silent(_END_SECONDS / 2 if progress.stopped else _END_SECONDS)
             if not progress.seconds_left():
                 for client in (logger, *replays):
                     client.close(0.0)

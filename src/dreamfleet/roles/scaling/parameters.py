@@ -110,9 +110,9 @@ class ParameterServer(OtherActors):
     def report(self, caller: Caller, message: Mapping[str, Any]) -> dict[str, Any]:
         """Note what an actor says of itself; returns where the run is."""
         self._check(caller, message)
-        known = [message[key] for key in ("busy", "failures", "env_steps", "present")]
+        known = {key: message[key] for key in ("busy", "failures", "env_steps", "present")}
         with self._lock:
-            self._actors[message["actor"]] = _Actor(*known, time.monotonic())
+            self._actors[message["actor"]] = _Actor(**known, seen=time.monotonic())
         progress = self._progress
         if message["reached"] and not progress.finished.is_set():
             log.info("The target score of %g is reached.", self._args.target_score)
