@@ -7,7 +7,6 @@ thousands of steps a second cost a fraction of a core.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,6 @@ from dreamfleet.spaces import LOG_PREFIX, is_frame
 _SAME_REWARD = 0.01
 # What is kept of each environment, and what is counted of all of them.
 _ROWS = ("running", "score", "steps", "reward", "changes", "log_sum", "log_max", "log_count")
-_COUNTS = ("finished", "abandoned", "timed_out")
 
 
 @dataclass(frozen=True)
@@ -112,29 +110,6 @@ class EpisodeStats:
             "timed_out": self.timed_out,
             "running": self.running,
         }
-
-    def save(self) -> dict[str, NDArray[Any] | str]:
-        """The episodes under way, and the counts; without the frames of a video."""
-        ids = list(self._envs)
-        slots = self._envs.slots(ids)
-        rows = {name: getattr(self, f"_{name}")[..., slots] for name in _ROWS}
-        counts = np.array([getattr(self, name) for name in _COUNTS], np.int64)
-        return {
-            **rows,
-            "ids": np.array(ids, np.int64),
-            "counts": counts,
-            "log_keys": json.dumps(self._log_keys),
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `save` returned."""
-        self._adopt_log_keys(tuple(json.loads(state["log_keys"])))
-        slots = self._envs.slots(state["ids"].tolist())
-        for name in _ROWS:
-            if name in state:  # older versions have no log_count
-                getattr(self, f"_{name}")[..., slots] = state[name]
-        for name, value in zip(_COUNTS, state["counts"].tolist(), strict=True):
-            setattr(self, name, value)
 
     def _follow(self, ids: list[int], batch: Mapping[str, NDArray[Any]]) -> list[Episode]:
         values = self._log_values(batch)
