@@ -44,7 +44,7 @@ from dreamfleet.roles.actor import serve_actor
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.env import ObservationBlock
 from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.shards import Reply, replay_client
+from dreamfleet.roles.scaling.shards import Reply, replay_client
 from dreamfleet.spaces import RESET, Space, without_logs, without_reset
 from dreamfleet.transport import Client, Keys, RoleKey, wire
 from dreamfleet.transport.address import parse
@@ -428,8 +428,9 @@ class LightClients:
     def _packed(self, envid: int, incarnation: int) -> list[list[Any]]:
         messages = []
         for obs in self._observations:
-            block = ObservationBlock([envid], is_eval=False).fill([obs], [0])
-            value = encode((block,)).snapshot()
+            block = ObservationBlock([envid], is_eval=False)
+            block.put(0, obs, 0)
+            value = encode((block.rows([0]),)).snapshot()
             messages.append(wire.pack(wire.CALL, 1, value, incarnation, "act", 1))
         self.bytes_out = sum(map(len, messages[1]))
         return messages

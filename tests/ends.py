@@ -190,7 +190,9 @@ def look(plan: Plan, code: int, folder: Path, processes: list[psutil.Process], l
         return
     found, saved = audit(logdir.glob("replay*")), steps_made(logdir)
     expect(not found.faults, str(found.faults), log)
-    good = saved == found.rows or plan.victim == "agent"
+    # A run that is stopped waits 5 s for its replay, and else saves the last position it knows.
+    away = "replay" in plan.moment and "The checkpoint names an older position" in log
+    good = saved == found.rows or plan.victim == "agent" or (away and saved < found.rows)
     expect(good, f"{saved} of {found.rows} steps are saved", log)
 
 

@@ -69,8 +69,8 @@ from dreamfleet.replay.storage.journal import Journal
 from dreamfleet.replay.storage.memory import Arena
 from dreamfleet.roles.actor import Actor, Transitions
 from dreamfleet.roles.logger import Logger, ScoreReader
-from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.replay import ReplayService, limiter_for
+from dreamfleet.roles.progress import Progress, limiter_for
+from dreamfleet.roles.replay import ReplayService
 from dreamfleet.transport import RemoteError, Unanswered
 
 ENVS, EPISODE = 3, 7

@@ -78,17 +78,6 @@ class Snapshot:
     """Those that were read."""
 
 
-def add_prefix(name: str, state: FlatState) -> dict[str, Any]:
-    """The state as a part of a larger one, in which it has this name."""
-    return {f"{name}/{key}": value for key, value in state.items()}
-
-
-def strip_prefix(state: FlatState, name: str) -> dict[str, Any]:
-    """The part of a state that has this name; empty if there is none."""
-    start = f"{name}/"
-    return {key.removeprefix(start): v for key, v in state.items() if key.startswith(start)}
-
-
 class Checkpoint:
     """The checkpoints of one directory, written by one process.
 

@@ -317,13 +317,14 @@ class _EmbeddedSupervisor(Supervisor):
         super().__init__(workers, launcher)
         self._on_worker_failure = on_failure
 
-    def _on_exit(self, member: Any, code: int) -> None:
+    def _on_exit(self, member: Any, code: int) -> str:
         given_up, output = False, member.output()  # before it is started again
         try:
             super()._on_exit(member, code)
         except FleetError:
             given_up = True
         self._on_worker_failure(member.name, output, given_up)
+        return ""
 
 
 # --- video ---------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from dreamfleet.fleet.nodes import JoinedNodes
 from dreamfleet.fleet.status import StatusLines, Watcher
 from dreamfleet.fleet.supervisor import FleetError, Say, Supervisor, silent, unless_full
 from dreamfleet.fleet.workers import env_workers, fleet_workers
-from dreamfleet.roles.actor import BEGAN, parallel_actor
+from dreamfleet.roles.actor import parallel_actor
 from dreamfleet.roles.addresses import (
     SERVERS,
     RoleName,
@@ -43,8 +43,7 @@ from dreamfleet.roles.addresses import (
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.env import parallel_env
 from dreamfleet.roles.evaluator import parallel_evaluator
-from dreamfleet.roles.health import health_path
-from dreamfleet.roles.hosts import How, joined
+from dreamfleet.roles.health import STARTED, health_path
 from dreamfleet.roles.invitations import (
     Place,
     first_invitation,
@@ -55,9 +54,10 @@ from dreamfleet.roles.invitations import (
 )
 from dreamfleet.roles.learner import parallel_learner
 from dreamfleet.roles.logger import parallel_logger
-from dreamfleet.roles.remote_actor import parallel_remote_actor
 from dreamfleet.roles.replay import parallel_replay
 from dreamfleet.roles.runtime import Factories, Factory, sigterm_interrupts
+from dreamfleet.roles.scaling.hosts import How, joined
+from dreamfleet.roles.scaling.remote_actor import parallel_remote_actor
 from dreamfleet.transport import Keys
 
 __all__ = [
@@ -139,12 +139,12 @@ def run_fleet(
     try:
         with (
             launcher,
-            _one_of_several(run, supervisor, say),
+            host_membership(run, supervisor, say),
             _joinable(run, place, supervisor, say),
         ):
             lines = StatusLines(Watcher(run.logdir).look, progress, say)
 
-            def every_while() -> None:
+            def on_tick() -> None:
                 lines.show()
                 try:
                     if tick and not raised:
@@ -153,7 +153,7 @@ def run_fleet(
                     raised.append(error)
                     supervisor.stop("callback")
 
-            supervisor.run(every_while, run.log_every)
+            supervisor.run(on_tick, run.log_every)
             if raised:
                 raise raised[0]
     finally:
@@ -204,7 +204,7 @@ def parallel_envs(
 
 
 @contextmanager
-def _one_of_several(run: RunConfig, supervisor: Supervisor, say: Say) -> Iterator[None]:
+def host_membership(run: RunConfig, supervisor: Supervisor, say: Say) -> Iterator[None]:
     """Be one of several hosts while the block runs, which ends on all of them together.
 
     Raises:
@@ -219,8 +219,8 @@ def _one_of_several(run: RunConfig, supervisor: Supervisor, say: Say) -> Iterato
             return
 
         supervisor.on_failure = member.fail
-        # An agent that has not ended yet waits for that of a host that has.
-        member.watch(lambda _: supervisor.abandon("agent"))
+        # After a failure the agent cannot end in order: it waits for that of the other host.
+        member.watch(lambda end: supervisor.stop("host", at_once=end.how == "failed"))
         how: How = "done"
         error: BaseException | None = None
         try:
@@ -308,7 +308,7 @@ def _prepared(args: RunConfig, launcher: Launcher) -> tuple[RunConfig, _Place | 
     in its directory, where others find it. And where machines join, if they may."""
     args.logdir.mkdir(parents=True, exist_ok=True)
     remove_addresses(args.logdir, elsewhere=_elsewhere(args))  # of a run that was killed
-    health_path(args, BEGAN).unlink(missing_ok=True)
+    health_path(args, STARTED).unlink(missing_ok=True)
     fields = {role: f"{role}_addr" for role in SERVERS}
     default = RunConfig.__dataclass_fields__["actor_addr"].default
     changes: dict[str, Any] = {

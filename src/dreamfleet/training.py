@@ -34,8 +34,8 @@ from dreamfleet.metrics.outputs.jsonl import JsonlTail
 from dreamfleet.parallel import run_fleet
 from dreamfleet.policy import Policy
 from dreamfleet.resuming import Start, differences, holds_run, steps_made, unknown
-from dreamfleet.roles.hosts import this_host
 from dreamfleet.roles.runtime import sigterm_interrupts
+from dreamfleet.roles.scaling.hosts import this_host
 from dreamfleet.roles.spaces_file import write_spaces
 from dreamfleet.settings import takes_settings
 from dreamfleet.trust import Trust

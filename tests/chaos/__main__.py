@@ -24,7 +24,7 @@ from chaos.schedule import SUPERVISOR, Fault, schedule
 from dreamfleet.cli.console import complain, say, write
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.files import temporary_folder
-from dreamfleet.roles.replay import limiter_for
+from dreamfleet.roles.progress import limiter_for
 
 _DISK_BYTES = 2 << 30
 _START_SECONDS = 300.0  # until the first steps: a cold start compiles

@@ -21,7 +21,7 @@ from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
 from dreamfleet.metrics import read_jsonl
 from dreamfleet.replay import Replay
-from dreamfleet.roles.replay import limiter_for
+from dreamfleet.roles.progress import limiter_for
 
 
 @dataclass(frozen=True)

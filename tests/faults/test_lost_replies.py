@@ -20,9 +20,11 @@ from dreamfleet.metrics import JsonlOutput
 from dreamfleet.roles import logger as logging_role
 from dreamfleet.roles import replay as replay_role
 from dreamfleet.roles.learner import RemoteStream
-from dreamfleet.roles.logger import Logger, LoggerClient
-from dreamfleet.roles.replay import ReplayService, limiter_for
-from dreamfleet.roles.shards import replay_client
+from dreamfleet.roles.logger import Logger
+from dreamfleet.roles.logger_client import LoggerClient
+from dreamfleet.roles.progress import limiter_for
+from dreamfleet.roles.replay import ReplayService
+from dreamfleet.roles.scaling.shards import replay_client
 from dreamfleet.transport import Server
 
 LONG = 60.0

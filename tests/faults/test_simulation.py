@@ -18,9 +18,9 @@ from dreamfleet.replay.episodes import Scores
 from dreamfleet.replay.positions import Positions
 from dreamfleet.replay.storage.journal import Journal
 from dreamfleet.roles.actor import Actor
-from dreamfleet.roles.lead import Lead
 from dreamfleet.roles.logger import Logger
 from dreamfleet.roles.replay import ReplayService
+from dreamfleet.roles.scaling.coordinator import ReplayCoordinator
 
 
 @pytest.fixture(autouse=True)
@@ -102,8 +102,8 @@ def fails_now_and_then(patch: pytest.MonkeyPatch) -> None:
 
 
 def counts_a_batch_that_is_asked_for_again(patch: pytest.MonkeyPatch) -> None:
-    sample = Lead.sample
-    patch.setattr(Lead, "sample", lambda self, _: sample(self))
+    sample = ReplayCoordinator.sample
+    patch.setattr(ReplayCoordinator, "sample", lambda self, _: sample(self))
 
 
 def writes_metrics_that_are_sent_again(patch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ MAY: dict[str, dict[str, set[str]]] = {
         **{
             name: {"agent"}
             for name in (
-                *("add_batch", "update", "position", "raise_position", "grant", "release"),
+                *("add_batch", "update", "position", "raise_position", "finish"),
                 *("sample_batch_train", "sample_batch_report", "sample_batch_eval"),
             )
         },
@@ -161,7 +161,7 @@ class Attack:
             ("replay", "sample_batch_train", (-7,), 0),
             ("replay", "update", ({"stepid": np.zeros((1, 20), "u1"), "count": ids[:1]},), 0),
             ("replay", "raise_position", (-1,), 0),
-            ("replay", "grant", ("many",), 0),
+            ("replay", "finish", ("many",), 0),
             ("replay", "add_batch", ({}, ids, True, "me", 1), 0),
             ("replay", "add_batch", ({"x": np.full(2, np.nan)}, ids, False, "me", 1), 0),
             ("replay", "add_batch", ({"x": np.ones(2)}, -ids, False, "me", 1), 0),

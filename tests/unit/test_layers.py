@@ -84,6 +84,16 @@ def test_the_rule_catches_an_upward_import() -> None:
     assert violations("replay", "from dreamfleet.transport import Client") == []
 
 
+ROLES = ("actor", "learner", "replay", "logger", "env", "evaluator")
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_roles_import_no_role(role: str) -> None:
+    tree = ast.parse((SOURCE / "roles" / f"{role}.py").read_text())
+    modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert not {f"dreamfleet.roles.{other}" for other in ROLES} & set(modules)
+
+
 LIGHT = [
     name
     for name in (

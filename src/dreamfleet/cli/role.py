@@ -17,9 +17,9 @@ from dreamfleet.resuming import differences, with_changes
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.evaluator import parallel_evaluator
 from dreamfleet.roles.logger import parallel_logger
-from dreamfleet.roles.remote_actor import parallel_remote_actor
 from dreamfleet.roles.replay import parallel_replay
 from dreamfleet.roles.runtime import end_signals
+from dreamfleet.roles.scaling.remote_actor import parallel_remote_actor
 from dreamfleet.roles.spaces_file import read_spaces
 from dreamfleet.settings import Count, Mark
 

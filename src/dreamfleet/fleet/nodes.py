@@ -49,7 +49,7 @@ from dreamfleet.roles.episodes import MOST_JOINED, groups_of
 from dreamfleet.roles.fences import Fence, Fences, read_fences, write_fences
 from dreamfleet.roles.health import HealthRecord, Number
 from dreamfleet.roles.invitations import ROLE, hooks_of, invited
-from dreamfleet.roles.logger import LoggerClient
+from dreamfleet.roles.logger_client import LoggerClient
 from dreamfleet.roles.runtime import STOPPED
 from dreamfleet.roles.spaces_file import SPACES_FILE, read_spaces
 from dreamfleet.settings import Mark

@@ -33,7 +33,7 @@ from dreamfleet.presets import PRESETS
 from dreamfleet.replay.table import SPARE_SLOTS
 from dreamfleet.resuming import differences, holds_run, shortened
 from dreamfleet.roles.addresses import SERVERS, listen_address
-from dreamfleet.roles.replay import limiter_for
+from dreamfleet.roles.progress import limiter_for
 from dreamfleet.roles.spaces_file import read_spaces
 from dreamfleet.settings import Mark, load_object
 from dreamfleet.spaces import space_differences, summary, without_logs, without_reset

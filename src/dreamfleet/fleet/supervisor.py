@@ -12,7 +12,8 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -113,7 +114,7 @@ class Supervisor:
         self._failures = Failures()
         self._told_of_envs = False
         self._duration, self._say = duration, say
-        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Callable[[], str]] = queue.SimpleQueue()
         self._logdir = logdir
         self._inode = logdir.stat().st_ino if logdir is not None else None
         before = read_record(logdir) if logdir is not None else None
@@ -153,26 +154,23 @@ class Supervisor:
         if stopped in _SIGNALS:
             raise KeyboardInterrupt
 
-    def stop(self, reason: str = "stop") -> None:
-        """End the run in order; may be called from any thread and from signal handlers."""
-        self._events.put(_Stop(reason))
-
-    def abandon(self, role: str) -> None:
-        """End the run, but kill the workers of a role, which cannot end in order; may be called
-        from any thread."""
-        self.stop("abandoned")  # first: so their end is no failure
-        for member in self._members:
-            if member.worker.role == role:
+    def stop(self, reason: str = "stop", *, at_once: bool = False) -> None:
+        """End the run in order, or kill every worker `at_once`; may be called from any thread and
+        from signal handlers."""
+        self._events.put(lambda: reason)  # first: so the end of a worker is no failure
+        if at_once:
+            self._at_once = True
+            for member in self._members:
                 member.kill()
 
     def add(self, node: JoinedNode, workers: Sequence[Worker]) -> None:
         """Start workers on a machine that has joined, and restart them from then on; from any
         thread."""
-        self._events.put(_Joined(node, workers))
+        self._events.put(partial(self._on_join, node, workers))
 
     def remove(self, node: JoinedNode) -> None:
         """Forget the workers of a machine that has left; from any thread."""
-        self._events.put(_Left(node))
+        self._events.put(partial(self._forget, node))
 
     def _watch(self, tick: Callable[[], None], every: float) -> str:
         """Handle events until the run is over; returns why it is."""
@@ -192,25 +190,17 @@ class Supervisor:
                 event = self._events.get(timeout=max(0.0, wake - now))
             except queue.Empty:
                 continue
-            if isinstance(event, _Stop):
-                if event.reason in _SIGNALS:
+            if reason := event():
+                if reason in _SIGNALS:
                     # Not by the handler: it may interrupt a line that is just being written.
                     self._say("Saving and ending; once more ends at once.")
-                return event.reason
-            if isinstance(event, _Joined):
-                self._add_members([_Member(worker, event.node) for worker in event.workers])
-            elif isinstance(event, _Left):
-                self._forget(event.node)
-            elif event.member not in self._members:
-                continue  # its machine has left
-            elif isinstance(event, _Restart):
-                self._start(event.member)
-            elif event.member.worker.ends_run and event.code == 0:
-                return "done"
-            else:
-                self._on_exit(event.member, event.code)
+                return reason
 
-    def _start(self, member: _Member) -> None:
+    # Events return why the run is over; nothing, if it is not.
+
+    def _start(self, member: _Member) -> str:
+        if member not in self._members:
+            return ""  # its machine has left
         running = member.start()
         if member.restarts:
             self._add_event(member, "started")
@@ -218,27 +208,35 @@ class Supervisor:
         def wait() -> None:
             code = running.wait()
             assert code is not None
-            self._events.put(_Exited(member, code))
+            self._events.put(partial(self._on_exit, member, code))
 
         threading.Thread(target=wait, name=f"wait-{member.name}", daemon=True).start()
+        return ""
 
-    def _add_members(self, members: list[_Member]) -> None:
+    def _on_join(self, node: JoinedNode, workers: Sequence[Worker]) -> str:
         """Start environments of a machine that has joined; they are stopped after the run's own."""
-        needed = [n for n, each in enumerate(self._members) if each.worker.needed_at_end]
-        place = min(needed, default=len(self._members))
+        members = [_Member(worker, node) for worker in workers]
+        servers = [n for n, m in enumerate(self._members) if m.worker.role in ("replay", "logger")]
+        place = min(servers, default=len(self._members))
         self._members = [*self._members[:place], *members, *self._members[place:]]
         for member in members:
             self._start(member)
+        return ""
 
-    def _forget(self, node: Node) -> None:
+    def _forget(self, node: Node) -> str:
         self._members = [each for each in self._members if each.node is not node]
+        return ""
 
-    def _on_exit(self, member: _Member, code: int) -> None:
+    def _on_exit(self, member: _Member, code: int) -> str:
         """Decide what follows the end of a worker that was not asked to stop.
 
         Raises:
             FleetError: The run ends because of it.
         """
+        if member not in self._members:
+            return ""  # its machine has left
+        if member.worker.ends_run and code == 0:
+            return "done"
         try:
             self._restart(member, code)
         except FleetError as error:
@@ -250,6 +248,7 @@ class Supervisor:
                 raise FleetError(f"The joined machine {member.worker.node} failed: {why}") from None
             self._say(f"The joined machine {member.worker.node} is dismissed: {why}")
             self._forget(member.node)
+        return ""
 
     def _restart(self, member: _Member, code: int) -> None:
         self._check_directory()
@@ -268,7 +267,7 @@ class Supervisor:
         if not delay:
             self._start(member)
             return
-        timer = threading.Timer(delay, self._events.put, [_Restart(member)])
+        timer = threading.Timer(delay, self._events.put, [partial(self._start, member)])
         timer.daemon = True
         timer.start()
 
@@ -312,27 +311,18 @@ class Supervisor:
 
     def _stop_all(self, failed: bool) -> None:
         """Stop role after role, so that the agent sends and saves while the others still serve.
-
-        Workers needed for shutdown are restarted during shutdown. Not after a
-        failure: then a worker may be gone for good, and the agent saves without it, in less time.
-        """
-        later = [] if failed else [m for m in self._members if m.worker.needed_at_end]
+        Nothing is restarted: the agent does not wait long for a worker that is away."""
         seconds = _FAILED_SECONDS if failed else _SAVE_SECONDS
         for _, group in groupby(self._members, lambda m: m.worker.role):
-            members = list(group)
-            later = [member for member in later if member not in members]
-            self._stop_role(members, later, seconds)
+            self._stop_role(list(group), seconds)
             seconds = _STOP_SECONDS
 
-    def _stop_role(self, members: list[_Member], later: list[_Member], seconds: float) -> None:
-        """Stop some members together, while those that are stopped `later` go on. One that makes
-        progress meanwhile gets as many seconds again, a few times: its machine may be busy."""
+    def _stop_role(self, members: list[_Member], seconds: float) -> None:
+        """Stop some members together. One that makes progress meanwhile gets as many seconds again,
+        a few times: its machine may be busy."""
         begin = deadline = time.monotonic()
         progress: list[int] = []
         asked = [member for member in members if member.alive]
-        for member in later if asked else ():
-            if not member.alive and not self._at_once:
-                self._start(member)
         for member in asked:
             member.terminate()
         while any(m.alive for m in asked):
@@ -342,8 +332,7 @@ class Supervisor:
             if now >= deadline:
                 break
             with suppress(queue.Empty):
-                event = self._events.get(timeout=min(deadline - now, _LOOK_SECONDS))
-                self._on_event_at_end(event, later)
+                self._events.get(timeout=min(deadline - now, _LOOK_SECONDS))
         for member in asked:
             if not member.end():
                 waited = time.monotonic() - begin
@@ -353,20 +342,6 @@ class Supervisor:
                 )
             elif not self._at_once and (how := member.failed_to_end()):
                 self._say(f"{member.name} {how} when it was to stop; see {member.log_file}")
-
-    def _on_event_at_end(self, event: _Event, later: list[_Member]) -> None:
-        if not isinstance(event, _Exited | _Restart) or self._at_once:
-            return
-        if event.member not in later or event.member.alive:
-            return
-        if isinstance(event, _Restart):
-            self._start(event.member)
-            return
-        try:
-            self._on_exit(event.member, event.code)
-        except FleetError as error:
-            later.remove(event.member)
-            self._say(f"The run ends without {event.member.name}. {error}")
 
     def _status(self) -> FleetRecord | None:
         """The supervisor and its workers as they are now; None if the directory is gone."""
@@ -393,13 +368,10 @@ class Supervisor:
 
         def handle(number: int, _frame: Any) -> None:
             name = signal.Signals(number).name
+            again = number != signal.SIGHUP and bool(seen)
             if number != signal.SIGHUP:
-                if seen:
-                    self._at_once = True
-                    for member in self._members:
-                        member.kill()
                 seen.append(name)
-            self.stop(name)
+            self.stop(name, at_once=again)
 
         old = {each: signal.signal(each, handle) for each in end_signals()}
         try:
@@ -593,33 +565,3 @@ class Failures:
                 f"{self._failures[0].error}"
             )
         return min(FIRST_DELAY * 2.0 ** (count - 1), LONGEST_DELAY) if count else 0.0
-
-
-@dataclass(frozen=True)
-class _Exited:
-    member: _Member
-    code: int
-
-
-@dataclass(frozen=True)
-class _Restart:
-    member: _Member
-
-
-@dataclass(frozen=True)
-class _Stop:
-    reason: str
-
-
-@dataclass(frozen=True)
-class _Joined:
-    node: Node
-    workers: Sequence[Worker]
-
-
-@dataclass(frozen=True)
-class _Left:
-    node: Node
-
-
-_Event = _Exited | _Restart | _Stop | _Joined | _Left

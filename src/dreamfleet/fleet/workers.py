@@ -20,9 +20,9 @@ from dreamfleet.roles.episodes import groups_of
 from dreamfleet.roles.evaluator import parallel_evaluator
 from dreamfleet.roles.health import health_path
 from dreamfleet.roles.logger import parallel_logger
-from dreamfleet.roles.remote_actor import parallel_remote_actor
 from dreamfleet.roles.replay import parallel_replay
 from dreamfleet.roles.runtime import Factories, Factory
+from dreamfleet.roles.scaling.remote_actor import parallel_remote_actor
 from dreamfleet.roles.serial import serial_fleet, takes_turns
 
 # An accelerator is the agent's; JAX would take most of its memory for a second process.
@@ -56,9 +56,9 @@ def fleet_workers(make: Factories, args: RunConfig) -> list[Worker]:
     if not args.remote_replay:
         for shard in range(args.replay_shards):
             replay = partial(parallel_replay, *buffers, make.make_stream, args, shard)
-            workers.append(_worker(server_name("replay", shard), replay, args, needed_at_end=True))
+            workers.append(_worker(server_name("replay", shard), replay, args))
     logger = partial(parallel_logger, make.make_logger, args)
-    workers.append(_worker("logger", logger, args, needed_at_end=True))
+    workers.append(_worker("logger", logger, args))
     return workers
 
 

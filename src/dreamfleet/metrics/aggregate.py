@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,13 +45,3 @@ class Aggregate:
         result = self._newest | {key: total / size for key, (total, size) in self._sums.items()}
         self._sums, self._newest = {}, {}
         return {f"{prefix}/{key}": value for key, value in result.items()} if prefix else result
-
-    def save(self) -> str:
-        """What the means are made from, as text; images and the like are left out."""
-        return json.dumps(self._sums)
-
-    def load(self, text: str) -> None:
-        """Take over what `save` returned."""
-        self._sums = {
-            key: (float(total), int(size)) for key, (total, size) in json.loads(text).items()
-        }

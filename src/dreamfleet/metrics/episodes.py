@@ -7,7 +7,6 @@ thousands of steps a second cost a fraction of a core.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,28 +100,6 @@ class EpisodeStats:
     def stats(self) -> dict[str, float]:
         """Counts since the start."""
         return {**{name: getattr(self, name) for name in _COUNTS}, "running": self.running}
-
-    def save(self) -> dict[str, NDArray[Any] | str]:
-        """The episodes under way, and the counts; without the frames of a video."""
-        ids = list(self._envs)
-        slots = self._envs.slots(ids)
-        return {
-            **{name: getattr(self, f"_{name}")[..., slots] for name in _SAVED},
-            "ids": np.array(ids, np.int64),
-            "counts": np.array([getattr(self, name) for name in _COUNTS], np.int64),
-            "log_keys": json.dumps(self._log_keys),
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `save` returned."""
-        for name, value in zip(_COUNTS, state["counts"].tolist(), strict=True):
-            setattr(self, name, value)
-        if "totals" not in state:  # of an older version: its episodes under way are dropped
-            return
-        self._adopt_log_keys(tuple(json.loads(state["log_keys"])))
-        slots = self._envs.slots(state["ids"].tolist())
-        for name in _SAVED:
-            getattr(self, f"_{name}")[..., slots] = state[name]
 
     def _follow(self, ids: list[int], batch: Mapping[str, NDArray[Any]]) -> list[Episode]:
         logs = self._log_values(batch)

@@ -48,7 +48,7 @@ class SamplesPerInsert:
         self._size = 0
         self.debt = float(minsize if debt is None else debt)
         self._avail = -self.debt
-        self._released = False
+        self._finished = False
         self._changed = threading.Condition()
 
     @property
@@ -67,7 +67,7 @@ class SamplesPerInsert:
         return self._avail
 
     def can_insert(self) -> bool:
-        if self._released or self._size < self.minsize or self.ratio <= 0:
+        if self._finished or self._size < self.minsize or self.ratio <= 0:
             return True
         return self._avail < self.tolerance * self.ratio
 
@@ -100,17 +100,23 @@ class SamplesPerInsert:
             self._avail += count
             self._changed.notify_all()
 
-    def grant(self, count: int) -> None:
-        """Owe at least so many samples, whatever is inserted. May be repeated."""
+    def finish(self, count: int) -> None:
+        """Allow all inserts from now on, and at least `count` more samples. May be repeated."""
         with self._changed:
-            self._avail = max(self._avail, float(count))
-            self._changed.notify_all()
+            self._finished = True
+            self.grant(count)
 
-    def release(self, released: bool = True) -> None:
-        """Hold no inserts back, from now on or until it is said otherwise."""
+    def grant(self, count: int) -> float:
+        """Allow at least `count` more samples; returns how many were added."""
         with self._changed:
-            self._released = released
+            before, self._avail = self._avail, max(self._avail, float(count))
             self._changed.notify_all()
+            return self._avail - before
+
+    def reopen(self) -> None:
+        """Limit inserts again: the run goes on after `finish`."""
+        with self._changed:
+            self._finished = False
 
     def save(self) -> dict[str, float]:
         with self._changed:

@@ -6,10 +6,9 @@ import logging
 import threading
 import time
 import uuid
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,29 +18,24 @@ from numpy.typing import NDArray
 from dreamfleet.agents.api import (
     Agent,
     Arrays,
-    Carry,
     Mode,
     Player,
-    pad_rows,
-    put_rows,
-    take_rows,
 )
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
-from dreamfleet.metrics.episodes import SlotTable
 from dreamfleet.roles.addresses import listen_address, publish_address, server_name
 from dreamfleet.roles.checks import ObservationCheck, Owners, check_acting, observed
 from dreamfleet.roles.fences import ids_of
-from dreamfleet.roles.health import health_path
+from dreamfleet.roles.health import STARTED, health_path
 from dreamfleet.roles.invitations import hooks_of, invited
-from dreamfleet.roles.logger import LoggerClient, video_env
-from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.runtime import ActorFailed
-from dreamfleet.roles.shards import Reply, ShardedReplay, replay_client
+from dreamfleet.roles.logger_client import LoggerClient, video_env
+from dreamfleet.roles.policy_batches import Carries, padded_policy, policy_sizes
+from dreamfleet.roles.progress import Progress, hang_up_in_time
+from dreamfleet.roles.runtime import POLL_SECONDS, ActorFailed
+from dreamfleet.roles.scaling.shards import ReplayClient, Reply, replay_client
 from dreamfleet.spaces import FLAGS, LOG_PREFIX, RESET, is_frame, without_logs
-from dreamfleet.transport import BatchServer, Client, Future
+from dreamfleet.transport import BatchServer, Client, Closed, Future, TransportError
 from dreamfleet.transport.address import AUTO
-from dreamfleet.transport.errors import Timeout
 
 log = logging.getLogger(__name__)
 
@@ -49,17 +43,14 @@ _GATHER_SECONDS = 0.025
 _MOST_NAMED = 8
 _IN_FLIGHT = 2  # messages to the replay without a reply: one it works on, and the next
 _LOGGED_IN_FLIGHT = 8  # the same to the logger
-_FLUSH_SECONDS, _STOP_SECONDS, _GIVE_UP_SECONDS = 60.0, 20.0, 1.0
+_MOST_FLUSH_SECONDS = 3600.0  # for one message to the replay, at the end of a complete run
 _PRESENT_SECONDS = 2.0  # an environment that was heard within these counts as one that is there
-_LOOK_SECONDS = 0.5
-BEGAN = "began"
-"""A file among the health records: the run has acted since it was started or resumed."""
 
 
 def parallel_actor(
     agent: Agent, barrier: threading.Barrier, args: RunConfig, progress: Progress | None = None
 ) -> None:
-    """Serve actions until the run is finished, then send what was collected.
+    """Answer observations with actions, in batches; pass transitions on to replay and logger.
 
     Args:
         agent: Shared with the learner, which publishes newer parameters meanwhile.
@@ -68,7 +59,7 @@ def parallel_actor(
         progress: Shared with the learner; None if there is none.
     """
     progress = progress or Progress(args.steps)
-    barrier.wait()
+    barrier.wait()  # the learner has restored the checkpoint
     if not progress.finished.is_set():  # else all steps were made before, and none is to follow
         serve_actor(agent, args, progress)
 
@@ -84,9 +75,7 @@ def serve_actor(
     """Serve actions until the run is finished, then send what was collected.
 
     Args:
-        agent: Acts.
-        args: The run.
-        progress: Counts steps, and says when the run is finished.
+        agent, args, progress: As above, of this process.
         index: Which of the run's actors this is; it serves the environments that have this number
             modulo `actors`.
         lock: Held while the agent chooses actions.
@@ -96,6 +85,7 @@ def serve_actor(
     with (
         replay_client(args, f"{name}-replay", _IN_FLIGHT) as replay,
         LoggerClient(args, f"{name}-logger", _LOGGED_IN_FLIGHT) as logger,
+        hang_up_in_time(progress, logger, replay),
     ):
         actor = Actor(agent, args, progress, replay, logger, index, lock, more_metrics)
         address, hooks = listen_address(args, "actor", index), hooks_of(invited(args))
@@ -117,128 +107,30 @@ def serve_actor(
             # No more than the replay's limiter tolerates at once, so that it can hold acting and
             # learning in step.
             post_rows=args.limiter_tolerance,
-            on_post_error=progress.fail,
+            on_post_error=actor.on_send_error,
         )
-        opening = Opening(args, progress, server, owners, index)
+        gate = StartGate(args, progress, server, owners, index)
         server.start(block=False)
         should_log = LocalClock(args.log_every)
         should_log()
         try:
             publish_address(args, "actor", server.address, index)
-            looks = args.bind or args.expect_envs or args.pretrain
-            every = min(args.log_every, _LOOK_SECONDS) if looks else args.log_every
-            while not progress.finished.wait(every):
-                opening.look()
+            while not progress.finished.wait(min(args.log_every, POLL_SECONDS)):
+                gate.poll()
                 if args.bind:  # environments come and go
                     server.resize("act", actor.full_batch())
-                if not looks or should_log():
-                    actor.log_metrics(server, held=opening.closed)
+                if should_log():
+                    actor.log_metrics(server, held=gate.closed)
             if progress.error is None:
-                actor.log_metrics(server, held=opening.closed)
+                actor.log_metrics(server, held=gate.closed)
         finally:
-            # After a failure the replay and the logger are not waited for.
-            flush = actor.flush_seconds if progress.error is None else 0.0
-            with _given_up(flush):
-                server.close(flush=flush)
-        if progress.error is None:
-            actor.wait_for_replies(flush)
-
-
-@contextmanager
-def _given_up(seconds: float) -> Iterator[None]:
-    """At an end that has given up on replay and logger, and so waits so long for them, what they
-    have not confirmed is none of the run's steps."""
-    try:
-        yield
-    except Timeout as error:
-        if seconds > _GIVE_UP_SECONDS:
-            raise
-        log.warning("On forced shutdown, unconfirmed steps are dropped. %s", error)
-
-
-class Opening:
-    """Holds the actions of an actor back until the environments that the run expects are there,
-    and the updates before the first step (`pretrain`) are made.
-
-    The first actor decides, which hears from the learner's server how many the others have. One
-    that is started again, in a run that has begun, does not wait.
-
-    Args:
-        args: How many are expected.
-        progress: Shared with the other actors, through the learner.
-        server: Whose `act` is held back.
-        owners: Which environments are there.
-        index: Which of the actors it is.
-    """
-
-    def __init__(
-        self, args: RunConfig, progress: Progress, server: BatchServer, owners: Owners, index: int
-    ) -> None:
-        self._args, self._progress = args, progress
-        self._server, self._owners = server, owners
-        self._note = None if index else health_path(args, BEGAN)
-        if self._note and self._note.exists():
-            progress.begun = True
-        self.closed = bool(args.expect_envs or args.pretrain) and not progress.begun
-        if self.closed:
-            server.hold("act")
-        else:
-            self._note_beginning()
-
-    def look(self) -> None:
-        """Let the actor act, if it may now."""
-        if not self.closed:
-            return
-        self._server.forget_gone("act")
-        present = self._server.between_calls(self._owners.present)
-        if not self._progress.may_begin(present, self._args.expect_envs):
-            return
-        self.closed = False
-        self._note_beginning()
-        self._server.hold("act", held=False)
-
-    def _note_beginning(self) -> None:
-        if self._note:
-            with suppress(OSError):
-                self._note.parent.mkdir(parents=True, exist_ok=True)
-                self._note.touch()
-
-
-@dataclass(frozen=True, slots=True)
-class Transitions:
-    """What follows a batch of actions: a row for each environment."""
-
-    envids: NDArray[np.int64]
-    is_eval: NDArray[np.bool_]
-    steps: Arrays
-    """What the replay stores."""
-    logs: Arrays
-    """What the logger follows episodes by."""
-
-    def __len__(self) -> int:
-        return len(self.envids)
-
-    def where(self, rows: NDArray[np.bool_]) -> Transitions:
-        """Some of the rows."""
-        return Transitions(
-            self.envids[rows],
-            self.is_eval[rows],
-            {key: value[rows] for key, value in self.steps.items()},
-            {key: value[rows] for key, value in self.logs.items()},
-        )
-
-    @staticmethod
-    def join(parts: Sequence[Transitions]) -> Transitions:
-        """The rows of all parts, in order."""
-        if len(parts) == 1:
-            return parts[0]
-        first = parts[0]
-        return Transitions(
-            np.concatenate([part.envids for part in parts]),
-            np.concatenate([part.is_eval for part in parts]),
-            {key: np.concatenate([part.steps[key] for part in parts]) for key in first.steps},
-            {key: np.concatenate([part.logs[key] for part in parts]) for key in first.logs},
-        )
+            flush = min(_MOST_FLUSH_SECONDS, progress.seconds_left())
+            try:
+                server.close(flush=flush if progress.error is None else 0.0)
+                if progress.error is None:
+                    actor.take_replies(wait=True)
+            except TransportError as error:
+                actor.on_send_error(error)
 
 
 class Actor:
@@ -250,7 +142,7 @@ class Actor:
         agent: Player,
         args: RunConfig,
         progress: Progress,
-        replay: Client | ShardedReplay,
+        replay: ReplayClient,
         logger: Client,
         index: int = 0,
         lock: threading.Lock | None = None,
@@ -267,7 +159,7 @@ class Actor:
         self.source = f"actor-{uuid.uuid4().hex}"
         """A new name for each start: a resend is recognised, a successor's batch never is."""
         self._sequence = 0
-        self._stored: deque[tuple[Reply, int]] = deque()  # with the training steps in it
+        self._stored: deque[Reply] = deque()
         self._logged: deque[Future] = deque()
         self._previous = (time.monotonic(), 0.0, 0.0)
         self._failures = EnvFailures()
@@ -308,7 +200,8 @@ class Actor:
         transitions = Transitions(envids, is_eval, {**inputs, **actions, **outs}, logs)
         if unknown.any():
             transitions = transitions.where(~unknown)
-        self._progress.advance(int(np.count_nonzero(~transitions.is_eval)))
+        if self._args.actors == 1:
+            self._progress.advance(int(np.count_nonzero(~transitions.is_eval)))
         return {**actions, RESET: obs["is_last"] | unknown}, transitions
 
     def _policy(self, envids: NDArray[Any], obs: Arrays, mode: Mode) -> tuple[Arrays, Arrays]:
@@ -339,8 +232,9 @@ class Actor:
     def send(self, batches: list[Transitions]) -> None:
         """Send transitions to the replay and the logger, in order; batches that followed each other
         quickly share a message, because a message costs more than the rows in it."""
-        self._check_replies()
-        self._progress.report()
+        self.take_replies(wait=False)
+        if self._args.actors > 1:  # the replay counts
+            self._progress.raise_to(self._replay.position().result()["steps"])
         if forgotten := [self._forgotten.popleft() for _ in range(len(self._forgotten))]:
             self._logged.append(self._logger.call("gone", np.array(forgotten, np.int64)))
         for joined, frames in self._messages(batches):
@@ -373,44 +267,28 @@ class Actor:
     def _store(self, part: Transitions, is_eval: bool) -> None:
         self._sequence += 1
         message = (part.steps, part.envids, is_eval, self.source, self._sequence)
-        steps = 0 if is_eval else len(part)
-        self._stored.append((self._replay.call("add_batch", *message), steps))
+        self._stored.append(self._replay.call("add_batch", *message))
 
-    def _check_replies(self) -> None:
-        while self._stored and self._stored[0][0].done():
-            self._on_stored(*self._stored.popleft())
-        while self._logged and self._logged[0].done():
-            self._on_logged(self._logged.popleft().result())
+    def take_replies(self, *, wait: bool) -> None:
+        """Take the replies that are there, or wait until the replay and the logger have confirmed
+        everything that was sent."""
+        while self._stored and (wait or self._stored[0].done()):
+            self._stored.popleft().result()
+        while self._logged and (wait or self._logged[0].done()):
+            self._on_logged(self._logged.popleft())
 
-    def wait_for_replies(self, timeout: float) -> None:
-        """Wait until the replay and the logger have confirmed everything that was sent."""
-        with _given_up(timeout):
-            while self._stored:
-                self._on_stored(*self._stored.popleft(), timeout)
-            while self._logged:
-                self._on_logged(self._logged.popleft().result(timeout))
+    def on_send_error(self, error: BaseException) -> None:
+        """End the run, unless it is stopped and only did not wait any longer."""
+        if self._progress.stopped and isinstance(error, TransportError):
+            log.warning("The run is stopped: unconfirmed steps are dropped. %s", error)
+        else:
+            self._progress.fail(error)
 
-    def _on_stored(self, reply: Reply, steps: int, timeout: float | None = None) -> None:
-        reply.result(timeout)
-        self._progress.stored(steps)
-
-    @property
-    def flush_seconds(self) -> float:
-        """How long the replay and the logger may take nothing before the run's end gives up on
-        them. One that is not connected comes back only if it is restarted."""
-        if self._progress.stopped and self._progress.waiting():
-            return _GIVE_UP_SECONDS  # without a learner the replay may take nothing
-        for reply in (*(reply for reply, _ in self._stored), *self._logged):
-            reply.done()  # which notices that a connection has ended
-        connected = self._replay.stats()["connected"] and self._logger.stats()["connected"]
-        if not connected and self._args.on_failure == "stop":
-            return _GIVE_UP_SECONDS
-        return _STOP_SECONDS if self._progress.stopped else _FLUSH_SECONDS
-
-    def _on_logged(self, target_reached: bool) -> None:
-        if target_reached and not self._progress.finished.is_set():
-            log.info("The target score of %g is reached.", self._args.target_score)
-            self._progress.finish()
+    def _on_logged(self, reply: Future) -> None:
+        with suppress(Closed):  # the run ends without the logger
+            if reply.result() and not self._progress.finished.is_set():
+                log.info("The target score of %g is reached.", self._args.target_score)
+                self._progress.finish()
 
     # --- metrics ---------------------------------------------------------------------------------
 
@@ -449,7 +327,8 @@ class Actor:
         with self._policy_lock:
             idle = self._carries.idle()
             count = len(self._carries)
-        self._logger.wait_any((), 0.0)  # what it has answered is not in flight any more
+        with suppress(Closed):  # the run ends without the logger
+            self._logger.wait_any((), 0.0)  # what it has answered is not in flight any more
         logger = self._logger.stats()
         if logger["inflight"] >= _LOGGED_IN_FLIGHT:
             return  # metrics are not worth a wait for a logger that is away
@@ -458,8 +337,8 @@ class Actor:
         then, items, batches = self._previous
         now = time.monotonic()
         self._previous = now, stats["act/items"], stats["act/batches"]
-        self._progress.noted(self._failures.total, stats["act/items"])
-        reasons = [self._progress.waiting()]
+        self._progress.env_failures = self._failures.total, stats["act/items"]
+        reasons = []
         observations = int(stats["act/waiting"])
         if not held:
             reasons += [waits_for(self._args, idle, observations, replay, self._index)]
@@ -484,12 +363,89 @@ class Actor:
         name = server_name("actor", self._index)
         metrics = {f"{name}/{key}": value for key, value in metrics.items()}
         if not self._index:  # the others have told the learner of theirs
-            failures, steps = self._progress.failures_elsewhere()
+            failures, steps = self._progress.others.failures()
             total = self._failures.total + failures
             steps += stats["act/items"]
             metrics["env/failures"] = float(total)
             metrics["env/failures_per_1000_steps"] = 1000 * total / max(steps, 1.0)
         self._logger.call("add", self._progress.step, metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class Transitions:
+    """What follows a batch of actions: a row for each environment."""
+
+    envids: NDArray[np.int64]
+    is_eval: NDArray[np.bool_]
+    steps: Arrays
+    """What the replay stores."""
+    logs: Arrays
+    """What the logger follows episodes by."""
+
+    def __len__(self) -> int:
+        return len(self.envids)
+
+    def where(self, rows: NDArray[np.bool_]) -> Transitions:
+        """Some of the rows."""
+        return Transitions(
+            self.envids[rows],
+            self.is_eval[rows],
+            {key: value[rows] for key, value in self.steps.items()},
+            {key: value[rows] for key, value in self.logs.items()},
+        )
+
+    @staticmethod
+    def join(parts: Sequence[Transitions]) -> Transitions:
+        """The rows of all parts, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        first = parts[0]
+        return Transitions(
+            np.concatenate([part.envids for part in parts]),
+            np.concatenate([part.is_eval for part in parts]),
+            {key: np.concatenate([part.steps[key] for part in parts]) for key in first.steps},
+            {key: np.concatenate([part.logs[key] for part in parts]) for key in first.logs},
+        )
+
+
+class StartGate:
+    """Holds the actions of an actor back until the environments that the run expects are there,
+    and the updates before the first step (`pretrain`) are made.
+
+    The first actor decides, which hears from the learner's server how many the others have. One
+    that is started again, in a run that has begun, does not wait."""
+
+    def __init__(
+        self, args: RunConfig, progress: Progress, server: BatchServer, owners: Owners, index: int
+    ) -> None:
+        self._args, self._progress = args, progress
+        self._server, self._owners = server, owners
+        self._note = None if index else health_path(args, STARTED)
+        if self._note and self._note.exists():
+            progress.begun = True
+        self.closed = bool(args.expect_envs or args.pretrain) and not progress.begun
+        if self.closed:
+            server.hold("act")
+        else:
+            self._note_beginning()
+
+    def poll(self) -> None:
+        """Let the actor act, if it may now."""
+        if not self.closed:
+            return
+        self._server.forget_gone("act")
+        present = self._server.between_calls(self._owners.present)
+        if not self._progress.may_begin(present, self._args.expect_envs):
+            return
+        self.closed = False
+        self._note_beginning()
+        self._server.hold("act", held=False)
+
+    def _note_beginning(self) -> None:
+        if self._note:
+            with suppress(OSError):
+                self._note.parent.mkdir(parents=True, exist_ok=True)
+                self._note.touch()
 
 
 class EnvFailures:
@@ -507,86 +463,6 @@ class EnvFailures:
             before = self._counts.get(envid, 0)
             self.total += count - before if count >= before else count
             self._counts[envid] = count
-
-
-class Carries:
-    """The policy's carry of every environment, as rows of arrays.
-
-    Args:
-        agent: Makes initial carries.
-        size: Environments there is room for at first; the table grows.
-    """
-
-    def __init__(self, agent: Player, size: int) -> None:
-        self._agent = agent
-        self._rows = agent.init_policy(size)
-        self._initial = agent.init_policy(1)
-        self._slots = SlotTable(size, grow=self._grow)
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def known(self, envids: NDArray[Any]) -> NDArray[np.bool_]:
-        """Which of these environments have a carry."""
-        return np.array([envid in self._slots for envid in envids.tolist()], bool)
-
-    def take(self, envids: NDArray[Any], is_first: NDArray[Any]) -> tuple[Carry, NDArray[np.intp]]:
-        """The carries of these environments, initial where an episode begins, and their slots."""
-        # The last owner of a slot must not leak into an episode whose start was missed.
-        fresh = is_first | ~self.known(envids)
-        slots = self._slots.slots(envids.tolist())
-        if fresh.any():
-            put_rows(self._rows, slots[fresh], self._initial)
-        return take_rows(self._rows, slots), slots
-
-    def put(self, slots: NDArray[np.intp], carry: Carry) -> None:
-        put_rows(self._rows, slots, carry)
-
-    def idle(self) -> dict[int, float]:
-        """Seconds since the last observation of each environment."""
-        return self._slots.idle()
-
-    def recent(self, seconds: float) -> int:
-        """How many environments have sent something within so many seconds."""
-        return self._slots.recent(seconds)
-
-    def forget(self, envids: Sequence[int]) -> None:
-        """Free the room of environments that are gone."""
-        self._slots.remove(envids)
-
-    def _grow(self, size: int) -> None:
-        grown = self._agent.init_policy(size)
-        put_rows(grown, slice(self._slots.size), self._rows)
-        self._rows = grown
-
-
-def policy_sizes(args: RunConfig, actor: int = 0) -> tuple[int, ...]:
-    """The sizes of an actor's policy batches: powers of two, a full batch, and a whole lane.
-
-    A compiled policy is compiled for each size it meets, and a batch that was closed by the waiting
-    time may have any. So batches are padded to the next of these sizes.
-    """
-    lane = -(-args.envs_per_process // args.env_lanes)
-    # Processes of machines that join have as many as those of the run, at most.
-    most = lane if args.bind else min(lane, len(args.envs_of(actor)))
-    usual = {args.policy_batch_of(actor), most}
-    powers = {2**power for power in range(max(usual).bit_length())}
-    return tuple(sorted(size for size in usual | powers if size <= max(usual)))
-
-
-def padded_policy(
-    agent: Player, sizes: tuple[int, ...], carry: Carry, obs: Arrays, mode: Mode
-) -> tuple[Carry, Arrays, Arrays]:
-    """`agent.policy` with a batch of one of these sizes; a larger one stays as it is."""
-    rows = len(obs["is_first"])
-    index = bisect_left(sizes, rows)
-    if index == len(sizes) or sizes[index] == rows:
-        return agent.policy(carry, obs, mode)
-    # Copies of a row are as valid as any other input.
-    missing = sizes[index] - rows
-    results = agent.policy(pad_rows(carry, missing), pad_rows(obs, missing), mode)
-    carry, actions, outs = (take_rows(result, slice(rows)) for result in results)
-    return carry, actions, outs
 
 
 class VideoFrames:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from dreamfleet.config import RunConfig
 from dreamfleet.files import atomic_write
@@ -33,27 +33,14 @@ def server_name(role: RoleName, index: int = 0) -> str:
     return f"{role}-{index}" if index else role
 
 
-class AddressBook(Protocol):
-    """Where addresses are published, each under the name of its server."""
-
-    def publish(self, logdir: Path, name: str, address: str) -> None: ...
-
-    def find(self, logdir: Path, name: str) -> str:
-        """The newest address of a server; empty if there is none."""
-
-    def remove(self, logdir: Path, name: str) -> None: ...
-
-    def names(self, logdir: Path) -> list[str]:
-        """Every name with an address."""
-
-
 class DirectoryBook:
-    """Addresses as files in the run's directory."""
+    """Addresses as files in the run's directory, each under the name of its server."""
 
     def publish(self, logdir: Path, name: str, address: str) -> None:
         atomic_write(self._folder(logdir) / name, address)
 
     def find(self, logdir: Path, name: str) -> str:
+        """The newest address of a server; empty if there is none."""
         try:
             return (self._folder(logdir) / name).read_text()
         except FileNotFoundError:
@@ -66,6 +53,7 @@ class DirectoryBook:
             path.parent.rmdir()
 
     def names(self, logdir: Path) -> list[str]:
+        """Every name with an address."""
         folder = self._folder(logdir)
         return [path.name for path in folder.iterdir()] if folder.is_dir() else []
 
@@ -76,24 +64,14 @@ class DirectoryBook:
 HOST = "{host}"
 """In an address: this machine, by the name or number under which others reach it."""
 
-_book: AddressBook = DirectoryBook()
+_book = DirectoryBook()
 _host = socket.gethostname()
 
 
-def use_book(book: AddressBook, host: str = "") -> None:
-    """Publish and find addresses elsewhere, from now on in this process.
-
-    Args:
-        book: Where.
-        host: What others call this machine; empty for its name.
-    """
-    global _book, _host
-    _book, _host = book, host or _host
-
-
-def book_in_use() -> AddressBook:
-    """Where this process publishes and finds addresses."""
-    return _book
+def use_host(name: str) -> None:
+    """Publish addresses under this name of this machine, from now on in this process."""
+    global _host
+    _host = name
 
 
 def listen_address(args: RunConfig, role: RoleName, index: int = 0) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -56,11 +56,11 @@ def parallel_env(
     one group are on their way to the agent and its actions back, the others are stepped.
 
     An environment that raises loses its own episode and is built again, while the others go on; see
-    `RestartedEnv`. One whose step takes longer than `env_timeout` ends the process, and its
-    supervisor restarts it.
+    `RestartedEnv`. One whose step takes longer than `env_timeout` ends the process, which the
+    supervisor restarts.
 
     When the connection to the agent is lost, environments whose observations are on their way give
-    their episodes up and are reset as soon as it is back: it is unknown whether they arrived.
+    their episodes up and are reset as soon as it is back: it may not have received them.
 
     Args:
         make_env: Called with an environment's id, returns the environment. If it takes `attempt`,
@@ -69,7 +69,7 @@ def parallel_env(
         envid: Unique in the run; several share a process.
         args: The run; tells where the actions come from.
         is_eval: Whether the data is for evaluation.
-        in_run: Whether it is a part of a run, whose settings users may change.
+        in_run: Whether it is a part of a run, whose settings can be changed.
         incarnation: On a joined machine: the number of this start, see `roles.fences`.
 
     Raises:
@@ -169,11 +169,10 @@ def make_lanes(
     restarted = partial(RestartedEnv, args=args, health=health, watchdog=watchdog, in_run=in_run)
     if not vectorised:
         return split_lanes([restarted(make, each) for each in ids], sent, is_eval, count)
-    lanes: list[Lane] = []
-    for a, b in _parts(len(ids), count):
-        env = restarted(partial(make, lanes=b - a), ids[a])
-        lanes.append(VectorLane([env], sent[a:b], is_eval))
-    return lanes
+    return [
+        Lane([restarted(partial(make, lanes=b - a), ids[a])], sent[a:b], is_eval, vectorised=True)
+        for a, b in _parts(len(ids), count)
+    ]
 
 
 def split_lanes(
@@ -189,14 +188,27 @@ def _parts(size: int, count: int) -> Iterable[tuple[int, int]]:
 
 
 class Lane:
-    """Environments that are stepped together, and share a message with their observations."""
+    """Environments that are stepped together, and share a message with their observations.
 
-    def __init__(self, envs: Sequence[RestartedEnv], ids: Sequence[int], is_eval: bool) -> None:
-        self.envs, self.ids = envs, ids
+    Args:
+        envs: The environments, or a single one that is vectorised.
+        ids: What they send as their ids.
+        is_eval: Whether the data is for evaluation.
+        vectorised: Whether observations and actions of the only environment have an axis of ids.
+    """
+
+    def __init__(
+        self,
+        envs: Sequence[RestartedEnv],
+        ids: Sequence[int],
+        is_eval: bool,
+        vectorised: bool = False,
+    ) -> None:
+        self.envs, self.ids, self._vectorised = envs, ids, vectorised
         self._block = ObservationBlock(ids, is_eval)
         self.actions: list[Any] = [None] * len(envs)
         """What each environment does next; None resets."""
-        self._sent: list[int] = []  # the places of those whose observations are on their way
+        self._sent: list[int] = []  # the rows whose observations are on their way
         self.reply: Future | None = None
         """What the agent will answer; None if it was not asked."""
         self.due = 0.0
@@ -221,15 +233,29 @@ class Lane:
 
     def _observe(self) -> dict[str, NDArray[Any]] | None:
         """Step the environments; returns what they observe, None if nothing."""
-        rows = [env.step(action) for env, action in zip(self.envs, self.actions, strict=True)]
+        self._sent = []
+        for row, (env, action) in enumerate(zip(self.envs, self.actions, strict=True)):
+            obs = env.step(action)
+            if obs is None:
+                continue
+            self._block.put(slice(None) if self._vectorised else row, obs, env.failures)
+            self._sent += env.present if self._vectorised else [row]
         self.actions = [None] * len(self.envs)
-        self._sent = [place for place, row in enumerate(rows) if row is not None]
-        return self._block.fill(rows, [env.failures for env in self.envs])
+        return self._block.rows(self._sent)
 
     def _act(self, actions: dict[str, NDArray[Any]]) -> None:
-        """Take the actions of the environments whose observations were sent."""
-        for row, place in enumerate(self._sent):
-            self.actions[place] = {key: value[row] for key, value in actions.items()}
+        """Take the actions of the rows whose observations were sent."""
+        if not self._vectorised:
+            for row, place in enumerate(self._sent):
+                self.actions[place] = {key: value[row] for key, value in actions.items()}
+        elif len(self._sent) == len(self.ids):
+            self.actions = [actions]
+        else:
+            size = len(self.ids)
+            spread = {k: np.zeros((size, *v.shape[1:]), v.dtype) for k, v in actions.items()}
+            for key, value in spread.items():
+                value[self._sent] = actions[key]
+            self.actions = [spread]
 
     def take(self) -> bool:
         """Take the answer; returns whether the next step may be made at once."""
@@ -246,7 +272,7 @@ class Lane:
                 self._on_occupied(error)
             elif error.kind != ActorFailed.__name__:
                 raise
-            # Else the agent process is about to end; its supervisor decides what comes next.
+            # Else the agent process is about to end, and is restarted.
             self.due = time.monotonic() + _PAUSE
             return False
         else:
@@ -265,26 +291,6 @@ class Lane:
             raise error
 
 
-class VectorLane(Lane):
-    """The lanes of one vectorised environment, which fail together."""
-
-    def _observe(self) -> dict[str, NDArray[Any]] | None:
-        env = self.envs[0]
-        obs = env.step(self.actions[0])
-        self.actions = [None]
-        self._sent = [] if obs is None else np.flatnonzero(env.present).tolist()
-        return self._block.fill_lanes(obs, self._sent, env.failures)
-
-    def _act(self, actions: dict[str, NDArray[Any]]) -> None:
-        if len(self._sent) == len(self.ids):
-            self.actions = [actions]
-            return
-        spread = {k: np.zeros((len(self.ids), *v.shape[1:]), v.dtype) for k, v in actions.items()}
-        for key, value in spread.items():
-            value[self._sent] = actions[key]
-        self.actions = [spread]
-
-
 class RestartedEnv:
     """An environment that is built again when it fails.
 
@@ -294,16 +300,7 @@ class RestartedEnv:
 
     A failure counts as one without progress until the environment has finished an episode or made
     `PROGRESS_STEPS` steps. The second and later ones in a row wait before the next attempt, twice
-    as long each time.
-
-    Args:
-        make: Makes the environment; see `parallel_env`.
-        envid: Its id.
-        args: How often it may fail.
-        health: Told what happens.
-        watchdog: Ends the process when this takes too long.
-        in_run: See `parallel_env`.
-    """
+    as long each time."""
 
     def __init__(
         self,
@@ -384,9 +381,9 @@ class RestartedEnv:
         return obs
 
     @property
-    def present(self) -> NDArray[np.bool_]:
-        """The lanes that have an observation."""
-        rows: NDArray[np.bool_] = self._env.present
+    def present(self) -> list[int]:
+        """The rows of a vectorised environment that have an observation."""
+        rows: list[int] = np.flatnonzero(self._env.present).tolist()
         return rows
 
     def close(self) -> None:
@@ -454,55 +451,36 @@ class ObservationBlock:
     """The observations of several environments as arrays with a row for each, allocated once."""
 
     def __init__(self, ids: Sequence[int], is_eval: bool) -> None:
+        self._size = len(ids)
         self._fixed = {
             "envid": np.array(ids, np.int64),
-            "is_eval": np.full(len(ids), is_eval),
-            "failures": np.zeros(len(ids), np.int64),
+            "is_eval": np.full(self._size, is_eval),
+            "failures": np.zeros(self._size, np.int64),
         }
         self._block: Block | None = None
         self._arrays: dict[str, NDArray[Any]] = {}
 
-    def fill(
-        self, observations: Sequence[dict[str, Any] | None], failures: Sequence[int]
-    ) -> dict[str, NDArray[Any]] | None:
-        """One observation of each environment that has any, in the order of their ids, and how
-        often each has failed; None if there is no observation."""
-        present = [row for row, obs in enumerate(observations) if obs is not None]
-        if not present:
-            return None
+    def put(self, row: int | slice, obs: Mapping[str, Any], failures: int) -> None:
+        """Write the observation of one environment, or all rows of a vectorised one, and how often
+        it has failed, which its first row counts."""
         if self._block is None:
-            first = {k: np.asarray(v) for k, v in (observations[present[0]] or {}).items()}
-            size = len(observations)
-            self._allocate({k: np.zeros((size, *v.shape), v.dtype) for k, v in first.items()})
-        assert self._block is not None
-        for row, obs in enumerate(observations):
-            if obs is not None:
-                for key, array in self._arrays.items():
-                    array[row] = obs[key]
-        self._block["failures"][:] = failures
-        if len(present) == len(observations):
-            return self._block
-        return {key: value[present] for key, value in self._block.items()}
-
-    def fill_lanes(
-        self, obs: dict[str, NDArray[Any]] | None, present: Sequence[int], failures: int
-    ) -> dict[str, NDArray[Any]] | None:
-        """The same for the lanes of one environment, whose failures the first lane counts."""
-        if obs is None or not present:
-            return None
-        if self._block is None:
-            self._allocate({key: np.zeros_like(value) for key, value in obs.items()})
-        assert self._block is not None
+            drop = 0 if isinstance(row, int) else 1
+            first = {key: np.asarray(value) for key, value in obs.items()}
+            shapes = {key: (self._size, *value.shape[drop:]) for key, value in first.items()}
+            arrays = {key: np.zeros(shapes[key], value.dtype) for key, value in first.items()}
+            self._block = Block({**self._fixed, **arrays})
+            self._arrays = {key: self._block[key] for key in arrays}
         for key, array in self._arrays.items():
-            array[...] = obs[key]
-        self._block["failures"][0] = failures
-        if len(present) == len(self._block["failures"]):
+            array[row] = obs[key]
+        self._block["failures"][row if isinstance(row, int) else 0] = failures
+
+    def rows(self, present: Sequence[int]) -> dict[str, NDArray[Any]] | None:
+        """The rows that were written, in the order of their ids; None if there are none."""
+        if not present or self._block is None:
+            return None
+        if len(present) == self._size:
             return self._block
         return {key: value[present] for key, value in self._block.items()}
-
-    def _allocate(self, arrays: dict[str, NDArray[Any]]) -> None:
-        self._block = Block({**self._fixed, **arrays})
-        self._arrays = {key: self._block[key] for key in arrays}
 
 
 class Watchdog:

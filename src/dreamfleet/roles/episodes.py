@@ -19,10 +19,10 @@ from dreamfleet.agents.api import Arrays, Mode, Player, take_rows
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.metrics.episodes import Episode, EpisodeStats
 from dreamfleet.metrics.evaluations import Played
-from dreamfleet.roles.actor import Carries
 from dreamfleet.roles.checks import ObservationCheck, Owners, require
 from dreamfleet.roles.fences import ids_of
 from dreamfleet.roles.invitations import Invited, hooks_of
+from dreamfleet.roles.policy_batches import Carries
 from dreamfleet.roles.runtime import ActorFailed
 from dreamfleet.spaces import RESET, Space, without_logs
 from dreamfleet.transport import ArgumentError, BatchServer, Closed, Keys
@@ -39,7 +39,7 @@ class RoundInterrupted(DreamfleetError):
 
 
 class UnknownEnvironment(DreamfleetError):
-    """The observations are of an environment that is not the run's."""
+    """A client sent observations of an environment that is none of the run's."""
 
 
 def groups_of(ids: Sequence[int], size: int, actors: int = 1) -> list[Group]:
@@ -161,7 +161,7 @@ class EpisodeServer:
             tick: Called now and then, also while nothing happens.
 
         Raises:
-            Closed: The end was asked for.
+            Closed: `stop` was called.
             RoundInterrupted: All environments have left.
         """
         self._begin_round(tick)

@@ -24,14 +24,13 @@ from dreamfleet.roles.episodes import EpisodeServer, Group, RoundInterrupted, gr
 from dreamfleet.roles.fences import FenceReader
 from dreamfleet.roles.health import Health, health_path, read_health
 from dreamfleet.roles.invitations import invited
-from dreamfleet.roles.logger import LoggerClient
-from dreamfleet.roles.runtime import stop_event
+from dreamfleet.roles.logger_client import LoggerClient
+from dreamfleet.roles.runtime import POLL_SECONDS, stop_event
 from dreamfleet.roles.spaces_file import read_spaces
 from dreamfleet.transport import Client, Closed, TransportError
 
 log = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.5
 _LOGGER_SECONDS = 60.0
 
 
@@ -67,7 +66,7 @@ def parallel_evaluator(args: RunConfig) -> None:
     rated: Path | None = None
     with server, LoggerClient(args, "evaluator-logger") as logger:
         publish_address(args, "evaluator", server.address)
-        while not stop.wait(_LOOK_SECONDS):
+        while not stop.wait(POLL_SECONDS):
             path = checkpoints.pending()
             if path is None or path == rated:
                 continue

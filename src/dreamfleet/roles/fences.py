@@ -84,11 +84,7 @@ def read_fences(logdir: Path) -> Fences:
 
 
 class FenceReader:
-    """The fences of a run. Cheap to ask: the file is read again only when it was replaced.
-
-    Args:
-        logdir: The run's directory.
-    """
+    """The fences of a run. Cheap to ask: the file is read again only when it was replaced."""
 
     def __init__(self, logdir: Path) -> None:
         self._logdir = logdir

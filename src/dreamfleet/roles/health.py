@@ -21,6 +21,8 @@ from msgspec import Meta
 from dreamfleet.config import RunConfig
 
 Doing = Literal["waiting", "building", "resetting", "stepping", "closing"]
+STARTED = "began"
+"""A file among the health records: the run has acted since it was started or resumed."""
 _DOING: tuple[Doing, ...] = ("waiting", "building", "resetting", "stepping", "closing")
 
 _NOT_FINITE = 2  # in the place of `final`

@@ -6,7 +6,6 @@ import logging
 import queue
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -16,9 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.checkpoint import add_prefix, strip_prefix
 from dreamfleet.clock import LocalClock
-from dreamfleet.config import JOINED, RunConfig
+from dreamfleet.config import RunConfig
 from dreamfleet.files import COUNTER_WORDS, DurableCounters, map_words
 from dreamfleet.metrics import (
     Aggregate,
@@ -33,6 +31,7 @@ from dreamfleet.metrics.evaluations import Evaluation, append_evaluation
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
 from dreamfleet.roles.checks import Count, Step, Steps
 from dreamfleet.roles.health import Health, health_path
+from dreamfleet.roles.logger_client import video_env
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
 from dreamfleet.transport import Client, Future, Server, TransportError
 
@@ -43,15 +42,8 @@ RECENT_EPISODES = 20
 _UNKNOWN = -1
 _INTERLEAVED = "while training, with the newest parameters"
 _MOST_SOURCES = 1 << 10
-_NUMBERED = ("tran", "gone", "add", "evaluated")
 _POLL_SECONDS, _LAST_POLL_SECONDS = 0.5, 1.0
 _PATIENCE = float("inf")  # of clients: a replay may be away for as long as it takes
-
-
-def video_env(args: RunConfig) -> int:
-    """The environment whose episodes are recorded as videos; the actor sends no other's frames. It
-    is the run's first one, or the first one of those that join."""
-    return JOINED if args.bind and args.remote_envs else 0
 
 
 def parallel_logger(make_logger: Factory, args: RunConfig) -> None:
@@ -99,36 +91,8 @@ def bind(server: Server, logger: Logger) -> None:
     server.bind("status", logger.status, repeatable=True, roles=everybody_else)
 
 
-class LoggerClient(Client):
-    """A client of the logger. It numbers its messages: one whose reply was lost is sent again, and
-    taken once.
-
-    Args:
-        args: The run.
-        name: Shown in errors and logs.
-        maxinflight: Calls without a reply.
-    """
-
-    def __init__(self, args: RunConfig, name: str, maxinflight: int = 16) -> None:
-        super().__init__(find_server(args, "logger"), name, maxinflight, keys=args.run_keys)
-        self._source, self._messages = uuid.uuid4().hex, 0
-        self._in_order = threading.Lock()
-
-    def call(self, method: str, /, *args: Any) -> Future:
-        if method not in _NUMBERED:
-            return super().call(method, *args)
-        with self._in_order:
-            self._messages += 1
-            return super().call(method, *args, self._source, self._messages)
-
-
 class ScoreReader:
-    """Asks every replay for the episodes that have finished, and has the logger write them.
-
-    Args:
-        logger: Writes them, and knows what it has.
-        replays: A client of each shard.
-    """
+    """Asks every replay for the episodes that have finished, and has the logger write them."""
 
     def __init__(self, logger: Logger, replays: Mapping[int, Client]) -> None:
         self._logger, self._replays = logger, replays
@@ -377,22 +341,6 @@ class Logger:
             self._output.write(self._step, metrics)
             self._output.flush()
             self._health.progress()
-
-    def save(self) -> dict[str, Any]:
-        """What has come in and is not written yet: episodes under way, and means."""
-        with self._lock:
-            return {
-                "aggregate": self._aggregate.save(),
-                **add_prefix("train", self._train.save()),
-                **add_prefix("eval", self._eval.save()),
-            }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `save` returned."""
-        with self._lock:
-            self._aggregate.load(state["aggregate"])
-            self._train.load(strip_prefix(state, "train"))
-            self._eval.load(strip_prefix(state, "eval"))
 
     def close(self) -> None:
         self.write()

@@ -1,63 +1,76 @@
-"""What the actor and the learner of an agent process share next to the agent.
-
-An actor in a process of its own has a `SharedProgress` instead, which counts with the learner.
-"""
+"""What the actor and the learner share next to the agent: the step counter, and the end."""
 
 from __future__ import annotations
 
 import threading
-import uuid
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
 
 from dreamfleet.config import RunConfig
-from dreamfleet.transport import Client, Disconnected
+from dreamfleet.replay import SamplesPerInsert
+from dreamfleet.roles.logger_client import LoggerClient
+from dreamfleet.roles.runtime import POLL_SECONDS
 
-_LOOK_SECONDS = 0.5
+_END_SECONDS = 5.0
+
+
+class OtherActors:
+    """What is known of actors in other processes; there are none."""
+
+    def busy(self) -> bool:
+        """Whether they still send what they have."""
+        return False
+
+    def failures(self) -> tuple[int, float]:
+        """Failures of their environments, and their steps."""
+        return 0, 0.0
+
+    def present(self) -> int:
+        """Their environments that are there."""
+        return 0
 
 
 class Progress:
     """The step counter, and how the run ends.
 
-    A run ends in two steps. First `finish`: the actor stops and sends what it has collected, while
-    the learner goes on, because the replay's rate limiter may hold inserts back until something was
-    sampled. It also makes the updates that are left (`updates_left`). Then `end_learning`: the
-    learner stops and saves.
+    A single actor counts its steps when it acts. Of several actors, the replay counts the steps
+    (`raise_to`): a step is made when it is committed.
+
+    Both ends are one sequence: the actor stops (`finished`); the learner calls `finish` of the
+    replay, which takes the steps that are left and allows the updates that are missing; the steps
+    are confirmed (`sent`); the learner saves. A complete run waits for its replay as long as that
+    takes. A run that is stopped, or has failed, makes no more updates and waits 5 s for other
+    processes at most (`seconds_left`): then unconfirmed steps are dropped, as after a kill.
     """
 
     def __init__(self, steps: int = 0) -> None:
         self.finished = threading.Event()
         self.stopped = False
         """Whether the run was asked to stop, instead of having made all its steps."""
-        self.acting = False
-        """Whether the actor may act: the agent is restored, and its policy is ready."""
         self.prepared = False
         """Whether the learner has restored and compiled the agent. Before that there is nothing to
         save."""
         self.error: BaseException | None = None
-        self.updates_left: Callable[[], int] = lambda: 0
-        """How many updates the learner has to make before it ends, which sets this."""
-        self.actors_busy: Callable[[], bool] = lambda: False
-        """Whether actors in other processes still send what they have; set by the learner."""
-        self.failures_elsewhere: Callable[[], tuple[int, float]] = lambda: (0, 0.0)
-        """Failures of the environments of other actors, and their steps; set by the learner."""
-        self.present_elsewhere: Callable[[], int] = lambda: 0
-        """Environments of other actors that are there; set by the learner."""
+        self.sending: Callable[[], bool] = lambda: False
+        """Whether the actor of this process still acts or sends; set by the agent."""
+        self.others = OtherActors()
+        """Set by the learner, if there are any."""
         self.present = 0
         """Environments that are there, as far as this process knows."""
+        self.env_failures = (0, 0.0)
+        """Failures of this actor's environments since it was started, and their steps."""
         self.begun = False
         """Whether the environments that the run expects were there."""
         self.pretraining = False
         """Whether the learner still makes updates that come before the first step."""
-        self.sent = False
-        """Whether the actors have ended, and everything that they have is in the replay."""
         self.elsewhere = 0
         """Steps of other hosts, as far as this one has heard of them."""
         self._limit = steps
         self._lock = threading.Lock()
         self._step = 0
-        self._learning_over = False
-        self._on_learning_over: list[Callable[[], None]] = []
+        self._end_by = float("inf")
 
     @property
     def step(self) -> int:
@@ -70,8 +83,17 @@ class Progress:
         return self._step
 
     @property
-    def learning_over(self) -> bool:
-        return self._learning_over
+    def sent(self) -> bool:
+        """Whether all steps of the actors are confirmed, or are not waited for any more."""
+        return not self.seconds_left() or not (self.sending() or self.others.busy())
+
+    def seconds_left(self) -> float:
+        """How long the end may still wait for other processes."""
+        return max(0.0, self._end_by - time.monotonic())
+
+    def wait_no_longer(self) -> None:
+        """Wait for other processes only a few seconds from now on."""
+        self._end_by = min(self._end_by, time.monotonic() + _END_SECONDS)
 
     def restore(self, step: int) -> None:
         """Resume at a step of this host; a run that has made all its steps finishes at once."""
@@ -85,7 +107,7 @@ class Progress:
             self._step += count
             step = self.step
         if self._limit and step >= self._limit:
-            self.finish()
+            self.finished.set()
         return step
 
     def raise_to(self, step: int) -> None:
@@ -94,39 +116,21 @@ class Progress:
             self._step = max(self._step, step)
         self.advance(0)
 
-    def retract(self, count: int) -> None:
-        """Steps that were counted are lost, because the actor that made them was killed."""
-        with self._lock:
-            if not self.finished.is_set():
-                self._step -= count
-
-    def report(self) -> None:
-        """Have the steps counted before they are sent to the replay; here they are."""
-
-    def stored(self, count: int) -> None:
-        """The replay has so many more of the steps."""
-
-    def noted(self, failures: int, steps: float) -> None:
-        """So many failures of environments, and steps, there were since this actor was started."""
-
     def may_begin(self, present: int, expected: int) -> bool:
         """Whether the run acts, if so many environments of this actor are there, and it expects so
         many of all actors."""
-        self.present = present + self.present_elsewhere()
+        self.present = present + self.others.present()
         self.begun = self.begun or (self.present >= expected and not self.pretraining)
         return self.begun
 
-    def waiting(self) -> str:
-        """What counting waits for, in words, or empty."""
-        return ""
-
     def finish(self) -> None:
-        """There were enough steps, or the score is reached."""
+        """The score is reached."""
         self.finished.set()
 
     def stop(self) -> None:
         """The run is asked to stop."""
         self.stopped = True
+        self.wait_no_longer()
         self.finished.set()
 
     def fail(self, error: BaseException) -> None:
@@ -134,140 +138,69 @@ class Progress:
         with self._lock:
             if self.error is None:
                 self.error = error
+        self.wait_no_longer()
         self.finished.set()
 
-    def on_learning_over(self, callback: Callable[[], None]) -> None:
-        with self._lock:
-            if not self._learning_over:
-                self._on_learning_over.append(callback)
+
+class Closable(Protocol):
+    """A client."""
+
+    def close(self, flush: float = ..., /) -> None: ...
+
+
+@contextmanager
+def hang_up_in_time(progress: Progress, logger: LoggerClient, *replays: Closable) -> Iterator[None]:
+    """While the block runs: close the clients when the end may not wait for their servers any
+    longer. Every call that waits then fails with `Closed`. The end never waits for a logger that
+    answers nothing."""
+    done = threading.Event()
+
+    def watch() -> None:
+        progress.finished.wait()
+        while not done.wait(min(POLL_SECONDS, progress.seconds_left())):
+            # Steps may wait for the logger, so that one that is silent leaves time for the replay.
+            logger.give_up_if_silent(_END_SECONDS / 2 if progress.stopped else _END_SECONDS)
+            if not progress.seconds_left():
+                for client in (logger, *replays):
+                    client.close(0.0)
                 return
-        callback()
 
-    def end_learning(self) -> None:
-        with self._lock:
-            self._learning_over = True
-            callbacks, self._on_learning_over = self._on_learning_over, []
-        for callback in callbacks:
-            callback()
+    threading.Thread(target=watch, name="end", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
-class SharedProgress(Progress):
-    """The progress of a run as an actor in a process of its own knows it.
+# --- acting, learning and the replay in step ------------------------------------------------------
 
-    The learner counts. It is told of steps before they are sent to the replay, so every step that
-    is stored was counted; a report while it is away waits until it is back. So all actors
-    together make at most `_margin` steps that were not counted, and when the run has no more left
-    than that, every policy call reports.
+LOOK_AHEAD = 2
+"""Batches that a learner requests before they are needed."""
+_ROWS_ON_THEIR_WAY = 4  # from an actor at most: so many times the limiter's tolerance
 
-    Messages hold totals, so one that arrives twice counts once. A learner that was started again
-    counts from what the replay holds: it gets a total without the steps that its predecessor knew.
 
-    Args:
-        name: The actor's.
-        args: The run.
-        learner: The learner's server.
+def limiter_for(args: RunConfig) -> SamplesPerInsert:
+    """The limiter of a run: `train_ratio` replayed steps for each step collected.
+
+    The least size makes sure that there is a sequence to sample: with so many steps in so many
+    streams at least one stream is long enough.
     """
+    if args.offline:  # nothing is collected that learning could be held in step with
+        return SamplesPerInsert(ratio=0.0, tolerance=1.0, minsize=1)
+    return SamplesPerInsert(
+        ratio=args.train_ratio / args.batch_length,
+        tolerance=args.limiter_tolerance,
+        minsize=max(args.host_batch, args.envs) * args.window,
+        # As much as the learner may be ahead: one that keeps up is exactly where it should be.
+        debt=args.limiter_tolerance if args.catch_up else None,
+    )
 
-    def __init__(self, name: str, args: RunConfig, learner: Client) -> None:
-        super().__init__(args.steps)
-        self.name = name
-        self.busy = True
-        """Whether there are steps that this actor has not sent yet."""
-        self.heard: dict[str, Any] = {}
-        """What the learner said last; empty as long as it has said nothing."""
-        self._learner = learner
-        self._source = uuid.uuid4().hex  # a successor's totals start again
-        batch = max(args.policy_batch_of(actor) for actor in range(args.actors))
-        self._margin = args.actors * (2 * args.limiter_tolerance + batch)
-        self._counting = ""  # the learner that counts
-        self._reporting = threading.Lock()
-        self._acted = self._known = 0  # steps, all of them and those that the learner knows
-        self._earlier = 0  # those that an earlier one knew
-        self._unstored = 0
-        self._reached = False
-        self._failures, self._env_steps = 0, 0.0
 
-    def advance(self, count: int) -> int:
-        with self._lock:
-            self._acted += count
-            self._unstored += count
-            self._step += count
-            step = self._step
-        if self._limit and step + self._margin >= self._limit:
-            self.report()
-        return step
-
-    def report(self) -> None:
-        """Tell the learner, and hear from it; waits until it is there. Without it an actor that is
-        asked to stop goes on: the replay's count holds what it stores."""
-        with self._reporting:
-            acted, reply = self._told()
-            while reply is not None and not self._take(acted, reply):
-                acted, reply = self._told()
-
-    def ask(self, method: str, *args: Any) -> Any:
-        """The learner's reply; None if there is no learner, and the run needs none any more."""
-        while True:
-            try:
-                self._learner.connect(_LOOK_SECONDS)
-                future = self._learner.call(method, *args)
-                while not future.wait(_LOOK_SECONDS):
-                    if self.finished.is_set() and self.waiting():
-                        return None
-                return future.result()
-            except Disconnected:
-                if self.finished.is_set():
-                    return None
-
-    def _told(self) -> tuple[int, Any]:
-        """Tell the learner of the steps; returns how many it was told of, and its reply."""
-        with self._lock:
-            acted = self._acted
-            message = {
-                "learner": self._counting,
-                "actor": self.name,
-                "source": self._source,
-                "steps": acted - self._earlier,
-                "unstored": self._unstored,
-                "busy": self.busy,
-                "reached": self._reached,
-                "failures": self._failures,
-                "env_steps": self._env_steps,
-                "present": self.present,
-            }
-        return acted, self.ask("report", message)
-
-    def _take(self, acted: int, reply: dict[str, Any]) -> bool:
-        """Take the learner's reply; returns whether it has counted."""
-        with self._lock:
-            if reply["learner"] != self._counting:
-                self._counting, self._earlier = reply["learner"], self._known
-                return False
-            self._known = acted
-            self._step = reply["step"] + self._acted - acted
-            self.heard = reply
-        self.stopped |= reply["stopped"]
-        if reply["finished"]:
-            self.finished.set()
-        return True
-
-    def stored(self, count: int) -> None:
-        with self._lock:
-            self._unstored -= count
-
-    def noted(self, failures: int, steps: float) -> None:
-        self._failures, self._env_steps = failures, steps
-
-    def may_begin(self, present: int, expected: int) -> bool:  # noqa: ARG002 - the learner decides
-        self.present = present
-        self.begun = bool(self.heard.get("begun"))
-        return self.begun
-
-    def waiting(self) -> str:
-        away = not self._learner.stats()["connected"]
-        return f"{self.name} has no connection to the learner" if away else ""
-
-    def finish(self) -> None:
-        """The score is reached, as the learner has to know."""
-        self._reached = True
-        self.report()
+def most_owed(args: RunConfig, fills: float = 1.0) -> int:
+    """Updates that a run may be short of when it has made its steps, because nothing was trained
+    before the replay held enough of them, which happened `fills` times, and because the replay
+    takes the steps that are on their way without a wait."""
+    limiter = limiter_for(args)
+    on_their_way = (1 + _ROWS_ON_THEIR_WAY * args.actors) * limiter.tolerance
+    held = limiter.ratio * (limiter.minsize + on_their_way) + limiter.debt
+    return int(fills * held / args.host_batch) + LOOK_AHEAD

@@ -1,8 +1,7 @@
 """The replay role: stores transitions, hands out batches, and holds the two in step.
 
-A replay of several shards has a process for each, which stores the steps of its environments. What
-they do together is in `dreamfleet.roles.lead`, and how others use them as one replay in
-`dreamfleet.roles.shards`.
+A replay of several shards has a process for each, which stores the steps of its environments; see
+`roles.scaling.coordinator` and `roles.scaling.shards`.
 """
 
 from __future__ import annotations
@@ -44,9 +43,15 @@ from dreamfleet.replay.replay import Mode
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
 from dreamfleet.roles.checks import Count, ReplayChecks
 from dreamfleet.roles.health import Health, health_path
-from dreamfleet.roles.lead import Holding, Lead, Leading, RemoteLead
-from dreamfleet.roles.logger import LoggerClient
+from dreamfleet.roles.logger_client import LoggerClient
+from dreamfleet.roles.progress import limiter_for
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
+from dreamfleet.roles.scaling.coordinator import (
+    Coordinator,
+    RemoteCoordinator,
+    ReplayCoordinator,
+    ShardInfo,
+)
 from dreamfleet.transport import (
     ArgumentError,
     Client,
@@ -59,8 +64,6 @@ from dreamfleet.transport.codec import encode
 
 log = logging.getLogger(__name__)
 
-LOOK_AHEAD = 2
-"""Batches that a learner requests before they are needed."""
 _IN_FLIGHT = 4  # calls of this process to each other one
 _REPLY_SECONDS = 0.2  # in which a last reply is on its way
 _ANSWERED = (
@@ -110,7 +113,8 @@ def parallel_replay(
 
         lead = None
         if shard:  # which may be away for as long as it takes to start it elsewhere
-            lead = RemoteLead(client(find_server(args, "replay"), f"{name}-lead", _FOREVER), stop)
+            first = client(find_server(args, "replay"), f"{name}-lead", _FOREVER)
+            lead = RemoteCoordinator(first, stop)
         service = ReplayService(
             unpack(make_replay_train)(*which),
             unpack(make_replay_eval)(*which),
@@ -186,8 +190,8 @@ def bind(server: Server, service: ReplayService, args: RunConfig) -> None:
             *("agent", 0),
             position=lead.position,
             raise_position=lead.raise_position,
+            finish=lead.finish,
             grant=lead.grant,
-            release=lead.release,
         )
     if lead and args.replay_shards > 1:
         offer("agent", 1, permit=lead.permit)
@@ -256,31 +260,6 @@ def _end() -> None:
     os._exit(1)
 
 
-def limiter_for(args: RunConfig) -> SamplesPerInsert:
-    """The limiter of a run: `train_ratio` replayed steps for each step collected.
-
-    The least size makes sure that there is a sequence to sample: with so many steps in so many
-    streams at least one stream is long enough.
-    """
-    if args.offline:  # nothing is collected that learning could be held in step with
-        return SamplesPerInsert(ratio=0.0, tolerance=1.0, minsize=1)
-    return SamplesPerInsert(
-        ratio=args.train_ratio / args.batch_length,
-        tolerance=args.limiter_tolerance,
-        minsize=max(args.host_batch, args.envs) * args.window,
-        # As much as the learner may be ahead: one that keeps up is exactly where it should be.
-        debt=args.limiter_tolerance if args.catch_up else None,
-    )
-
-
-def most_owed(args: RunConfig, fills: float = 1.0) -> int:
-    """Updates that a run may be short of when it has made its steps, because nothing was trained
-    before the replay held enough of them, which happened `fills` times."""
-    limiter = limiter_for(args)
-    held = limiter.ratio * (limiter.minsize + limiter.tolerance) + limiter.debt
-    return int(fills * held / args.host_batch) + LOOK_AHEAD
-
-
 class ReplayService:
     """Both buffers, their streams and the run's positions, as methods that others call. Opening it
     recovers all of them.
@@ -305,7 +284,7 @@ class ReplayService:
         args: RunConfig,
         stop: threading.Event,
         shard: int = 0,
-        lead: Leading | None = None,
+        lead: Coordinator | None = None,
     ) -> None:
         self._buffers = {"train": train, "eval": evaluation}
         self._train, self._eval, self._args = train, evaluation, args
@@ -329,9 +308,10 @@ class ReplayService:
         if snapshot is not None:
             for name, buffer in self._buffers.items():
                 buffer.load(snapshot.parts[name])
-        self.lead = None if lead else Lead(limiter, self._positions, args, stop, self._sampleable)
+        what = limiter, self._positions, args, stop, self._sampleable
+        self.lead = None if lead else ReplayCoordinator(*what)
         """What the shards do together, if this is the first of them."""
-        self._lead: Leading = lead or self.lead  # type: ignore[assignment]  # one of them is there
+        self._lead: Coordinator = lead or self.lead  # type: ignore[assignment]  # one of them is there
         self._attached = threading.Event()
         buffers: dict[str, Any] = {"train": train, "report": train, "eval": evaluation}
         self._portions = {mode: _Portion(buffer) for mode, buffer in buffers.items()}
@@ -372,7 +352,7 @@ class ReplayService:
             needed = self._args.offline or (mixed and not self._positions.steps)
             if needed and not sum(each["items"] for each in held.values()):
                 raise nothing_to_learn_from(self._args)
-            self.lead.begin({k: Holding(each["steps"], each["size"]) for k, each in held.items()})
+            self.lead.begin({k: ShardInfo(each["steps"], each["size"]) for k, each in held.items()})
         self._attached.set()
 
     def holding(self) -> dict[str, int]:

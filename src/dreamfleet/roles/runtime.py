@@ -79,8 +79,10 @@ def takes(function: Callable[..., Any], argument: str) -> bool:
     return False
 
 
-# --- failing -------------------------------------------------------------------------------------
+# --- waiting -------------------------------------------------------------------------------------
 
+POLL_SECONDS = 0.5
+"""Between two looks at what tells nothing by itself."""
 FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0
 """Seconds before something that has failed is tried again; doubled each time."""
 
@@ -130,7 +132,7 @@ STOPPED = 143
 STOP_SIGNAL = signal.SIGUSR2
 """What asks a process that has a supervisor to stop."""
 _OURS = (signal.SIGTERM, signal.SIGHUP, STOP_SIGNAL)
-_PATIENCE = 5.0
+_FOLLOW_SECONDS = 10.0  # longer than an agent that is stopped waits for others
 _DUMP_SECONDS = 18.0
 
 _thread = _Thread()
@@ -229,31 +231,24 @@ class _UserCode:
 user_code = _UserCode()
 
 
-def obey_supervisor(ending: threading.Event) -> None:
+def obey_supervisor() -> None:
     """Let this process be stopped by `STOP_SIGNAL` from now on.
 
     Slurm and systemd send SIGTERM to all processes of a job at once, and SIGHUP when its session
     ends. The supervisor has it too and stops them in the right order; a replay that followed it
-    would be gone when the agent saves. So these signals are followed only after a while in which
-    the supervisor did not begin to end the run.
-
-    Args:
-        ending: Set when it does.
+    would be gone when the agent saves. So these signals are followed after a while.
     """
     global _stop_signal
     _stop_signal = STOP_SIGNAL
 
-    asked = threading.Event()
-
     def follow() -> None:
-        asked.wait()
-        if not ending.wait(_PATIENCE):
-            os.kill(os.getpid(), STOP_SIGNAL)
+        timer = threading.Timer(_FOLLOW_SECONDS, os.kill, (os.getpid(), STOP_SIGNAL))
+        timer.daemon = True
+        timer.start()
 
-    threading.Thread(target=follow, name="sigterm", daemon=True).start()
     for each in end_signals():
         if each != signal.SIGINT:
-            _signals.on(each, asked.set)
+            _signals.on(each, follow)
 
 
 def process_was_asked_to_stop() -> bool:

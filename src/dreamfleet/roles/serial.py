@@ -32,11 +32,12 @@ from dreamfleet.roles.actor import Actor
 from dreamfleet.roles.addresses import listen_address, publish_address
 from dreamfleet.roles.env import Lane, Watchdog, make_lanes
 from dreamfleet.roles.health import Health, health_path
-from dreamfleet.roles.learner import EARLY_SECONDS, Learner, Saver
+from dreamfleet.roles.learner import EARLY_SECONDS, Learner
 from dreamfleet.roles.logger import Logger, ScoreReader
-from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.replay import ReplayService, limiter_for
+from dreamfleet.roles.progress import Progress, limiter_for
+from dreamfleet.roles.replay import ReplayService
 from dreamfleet.roles.runtime import ActorFailed, Factories, stop_event, unpack
+from dreamfleet.roles.saver import Saver
 from dreamfleet.transport import Caller, Server
 from dreamfleet.transport.security import RUN
 
@@ -56,12 +57,7 @@ def takes_turns(args: RunConfig) -> bool:
 
 def serial_fleet(make: Factories, args: RunConfig) -> None:
     """Run everything but rounds of evaluation, until there were enough steps or until asked to
-    stop.
-
-    Args:
-        make: Makes its parts.
-        args: The run.
-    """
+    stop."""
     progress = Progress(args.steps)
     stop = stop_event(on_stop=progress.stop)
 
@@ -96,7 +92,7 @@ _HERE = Caller(RUN, "", "this process", b"here")
 
 
 class InProcessClient:
-    """A server and its clients in one object: a call runs at once, in the caller's thread."""
+    """A server and its clients in one object: a call is made at once, in the caller's thread."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -157,17 +153,7 @@ class _Logger(Logger):
 
 
 class SerialRunner:
-    """The roles of a run, and whose turn it is.
-
-    Args:
-        agent: Acts and learns.
-        args: The run.
-        progress: Shared by actor and learner.
-        service: The replay.
-        limiter: The replay's.
-        buffer: The replay's training data.
-        logger: Follows episodes and writes metrics.
-    """
+    """The roles of a run, and whose turn it is."""
 
     def __init__(
         self,
@@ -276,7 +262,7 @@ class SerialRunner:
         # Environments write their next observations into the same arrays.
         actions, transitions = self._actor.act({k: value.copy() for k, value in obs.items()})
         self._actor.send([transitions])
-        self._actor.wait_for_replies(0.0)
+        self._actor.take_replies(wait=True)
         return actions
 
     def _follow(self, before: int) -> None:
@@ -308,7 +294,9 @@ class SerialRunner:
 
     def end(self) -> None:
         """Make the updates that are left, and save."""
-        while self._learner.updates_left() and not self._progress.stopped:
+        self._learner.begin_end(self._progress.step)
+        self._learner.finish_replay()
+        while self._learner.updates_left() and self._limiter.can_sample():
             self._learn()
         settle(self._agent)
         self._scores.poll()

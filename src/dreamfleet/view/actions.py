@@ -24,7 +24,7 @@ from dreamfleet.checkpoint import Checkpoint, step_of
 from dreamfleet.fleet.record import read_record, supervisor_process
 from dreamfleet.fleet.tied import tied
 from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS_FILE
-from dreamfleet.roles.learner import SAVE_REQUEST
+from dreamfleet.roles.saver import SAVE_REQUEST
 from dreamfleet.view.frame import card, keep_fresh, show, with_hint
 from dreamfleet.view.reading import read_tail
 from dreamfleet.view.runs import Run

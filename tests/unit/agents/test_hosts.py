@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dreamfleet.checkpoint import Checkpoint
-from dreamfleet.roles.hosts import Meeting
+from dreamfleet.roles.scaling.hosts import Rendezvous
 from dreamfleet.transport import Server
 
 UPDATES = 20
@@ -25,11 +25,11 @@ address, tests, folder, index, count, updates = sys.argv[1:7]
 folder, index, count = Path(folder), int(index), int(count)
 sys.path.insert(0, tests)
 from dreamfleet.agents.registry import find_agent
-from dreamfleet.roles.hosts import Hosts
+from dreamfleet.roles.scaling.sync import HostSync
 from dreamfleet.transport import Client
-hosts = Hosts(count, index, "127.0.0.1", Client(address, "hosts"), f"token{index}")
+hosts = HostSync(count, index, Client(address, "hosts"), f"token{index}")
 if count > 1:
-    find_agent("dreamer").join_hosts(index, count, hosts.meeting("agent"), hosts.address)
+    find_agent("dreamer").join_hosts(index, count, hosts.channel("agent"), "127.0.0.1")
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,7 +71,7 @@ found |= {f"actions/{key}": value for key, value in actions.items()}
 np.savez(folder / f"found-{count}-{index}.npz", **found)
 
 def save(name):
-    gather = hosts.meeting("checkpoint")
+    gather = hosts.channel("checkpoint")
     Checkpoint(folder / name).save({"agent": agent.save()}, step=1, host=index, gather=gather)
 
 save(f"trained-{count}")
@@ -85,10 +85,10 @@ KEEPS = """
 import sys
 address, index, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 from dreamfleet.agents.dreamer.runtime.entry import DREAMER
-from dreamfleet.roles.hosts import Hosts
+from dreamfleet.roles.scaling.sync import HostSync
 from dreamfleet.transport import Client
-hosts = Hosts(2, index, "127.0.0.1", Client(address, "hosts"), f"token{index}")
-DREAMER.join_hosts(index, 2, hosts.meeting("agent"), hosts.address)
+hosts = HostSync(2, index, Client(address, "hosts"), f"token{index}")
+DREAMER.join_hosts(index, 2, hosts.channel("agent"), "127.0.0.1")
 import jax
 from dreamfleet.agents.dreamer.runtime.programs import enable_cache
 assert enable_cache(folder)
@@ -115,7 +115,7 @@ def run(folder: Path, count: int) -> list[Any]:
 def together(programs: list[list[str]]) -> None:
     """Run Python programs, given with their arguments, that meet at the address they get first."""
     count = len(programs)
-    meeting = Meeting(count)
+    meeting = Rendezvous(count)
     for index in range(count):
         meeting.enter(index, "", f"token{index}", {})
     server = Server("tcp://127.0.0.1:{auto}", "hosts")

@@ -10,7 +10,7 @@ from dreamfleet.agents import Dreamer, RandomAgent, StateMismatchError, find_age
 from dreamfleet.agents.api import load_policy, policy_state
 from dreamfleet.agents.dreamer.runtime.player import DreamerPlayer
 from dreamfleet.agents.random import RandomConfig
-from dreamfleet.roles.parameters import packed, unpacked
+from dreamfleet.roles.scaling.parameters import packed, unpacked
 from dreamfleet.transport.codec import decode, encode
 
 

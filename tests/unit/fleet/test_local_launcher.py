@@ -52,28 +52,20 @@ def test_of_a_log_that_is_too_large_the_end_is_kept(tmp_path: Path) -> None:
     bound_log(tmp_path / "missing.log", 4)
 
 
-def test_workers_that_are_stopped_go_on_when_the_end_begins(tmp_path: Path) -> None:
-    """The agent saves with the help of the replay, and the replay saves itself."""
-    workers = [
-        Worker(name, name, partial(save_when_stopped, tmp_path / name, tmp_path / f"{name} saved"))
-        for name in ("agent", "replay")
-    ]
+def test_a_worker_that_is_stopped_by_sigstop_saves_when_it_is_asked_to_end(tmp_path: Path) -> None:
+    work = partial(save_when_stopped, tmp_path / "there", tmp_path / "saved")
+    worker = Worker("replay", "replay", work)
     with LocalLauncher(tmp_path) as launcher:
-        launcher.prepare(workers)
-        agent, replay = map(launcher.start, workers)
+        launcher.prepare([worker])
+        replay = launcher.start(worker)
         try:
-            assert appears(tmp_path / "agent")
-            assert appears(tmp_path / "replay")
+            assert appears(tmp_path / "there")
             replay._process.send_signal(signal.SIGSTOP)
             process = psutil.Process(replay.pid)
             while process.status() != psutil.STATUS_STOPPED:
                 pass
-            agent.terminate()
-            assert agent.wait(LONG) == STOPPED
-            assert process.status() != psutil.STATUS_STOPPED
             replay.terminate()
             assert replay.wait(LONG) == STOPPED
         finally:
-            agent.kill()
             replay.kill()
-    assert (tmp_path / "replay saved").exists()
+    assert (tmp_path / "saved").exists()

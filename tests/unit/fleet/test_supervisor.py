@@ -286,76 +286,24 @@ def test_a_full_disk_is_the_reason_when_workers_cannot_write_theirs(
     assert re.search(words, lines[0])
 
 
-class Needed:
-    """A replay that fails in its first life when it is told to, and one that needs it to save."""
+def test_no_worker_is_restarted_while_the_run_ends(tmp_path: Path) -> None:
+    fail, failed, starts = threading.Event(), threading.Event(), list[str]()
 
-    def __init__(self) -> None:
-        self.fail, self.back = threading.Event(), threading.Event()
-        self.saved: list[str] = []
-        self.lives = 0
+    def serve() -> None:
+        starts.append("replay")
+        assert fail.wait(120)
+        failed.set()
+        raise RuntimeError("the disk is broken")
 
-    def replay(self) -> None:
-        self.lives += 1
-        if self.lives == 1:
-            assert self.fail.wait(120)
-            raise RuntimeError("the disk is broken")
-        self.back.set()
+    def save() -> None:
         until_stopped()
+        fail.set()
+        assert failed.wait(120)
 
-    def save_with_it(self) -> None:
-        until_stopped()
-        self.fail.set()
-        assert self.back.wait(120)
-        self.saved.append("with it")
-
-    def save_without(self) -> None:
-        until_stopped()
-        self.saved.append("without")
-
-
-def test_what_is_needed_to_save_is_brought_back_while_the_run_ends(tmp_path: Path) -> None:
-    parts, lines = Needed(), list[str]()
-    leader = Worker("agent", "agent", parts.save_with_it, ends_run=True)
-    replay = Worker("replay", "replay", parts.replay, needed_at_end=True)
+    leader = Worker("agent", "agent", save, ends_run=True)
     with find_launcher("serial")(tmp_path) as launcher:
-        supervisor = Supervisor([leader, replay], launcher, duration=0.2, say=lines.append)
-        supervisor.run()
-    assert parts.saved == ["with it"]
-    assert parts.lives == 2
-    [line] = lines
-    assert "replay ended with code 1 (RuntimeError: the disk is broken) and is started" in line
-
-
-def test_what_waits_to_be_started_again_does_not_wait_when_the_run_ends(tmp_path: Path) -> None:
-    parts, lines = Needed(), list[str]()
-    parts.lives = 1
-
-    def say(line: str) -> None:
-        lines.append(line)
-        if "in 8 s" in line:
-            supervisor.stop()
-
-    leader = Worker("agent", "agent", parts.save_with_it, ends_run=True)
-    replay = Worker("replay", "replay", parts.replay, needed_at_end=True)
-    with find_launcher("serial")(tmp_path) as launcher:
-        room: Any = NoRoom(launcher, "replay", 1)
-        supervisor = Supervisor([leader, replay], room, say=say)
-        for _ in range(5):
-            supervisor._failures.add("replay", "", RestartPolicy())
-        supervisor.run()
-    assert parts.saved == ["with it"]
-
-
-def test_nobody_is_brought_back_after_a_failure_that_ends_the_run(tmp_path: Path) -> None:
-    parts = Needed()
-    parts.fail.set()
-    leader = Worker("agent", "agent", parts.save_without, ends_run=True)
-    policy = RestartPolicy("stop")
-    replay = Worker("replay", "replay", parts.replay, restart=policy, needed_at_end=True)
-    with find_launcher("serial")(tmp_path) as launcher, pytest.raises(FleetError):
-        Supervisor([leader, replay], launcher).run()
-    assert parts.saved == ["without"]
-    assert parts.lives == 1
+        Supervisor([leader, Worker("replay", "replay", serve)], launcher, duration=0.2).run()
+    assert starts == ["replay"]
 
 
 def test_a_worker_that_fails_when_it_is_to_stop_is_told_of(tmp_path: Path) -> None:

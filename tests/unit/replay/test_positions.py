@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from dreamfleet.errors import ConfigError
 from dreamfleet.replay import SamplesPerInsert
 from dreamfleet.replay.positions import Positions, read_steps
-from dreamfleet.roles.lead import Holding, Lead
+from dreamfleet.roles.scaling.coordinator import ReplayCoordinator, ShardInfo
 from dreamfleet.transport import Unanswered
 
 
@@ -208,13 +208,16 @@ class ShardKills(RuleBasedStateMachine):
         self.limiter = AtOnce(limits.ratio, limits.tolerance, limits.minsize, limits.debt)
         run: Any = SimpleNamespace(host_batch=BATCH, replay_shards=2, window=1)
         self.first = Mortal(self.folder / "0", self.ticks[0], shards=2)
-        self.lead = Lead(self.limiter, self.first, run, AT_ONCE)
-        holdings = [Holding(self.first.own, self.sizes[0]), Holding(self.second.own, self.sizes[1])]
-        self.lead.begin(dict(enumerate(holdings)))
+        self.coordinator = ReplayCoordinator(self.limiter, self.first, run, AT_ONCE)
+        holdings = [
+            ShardInfo(self.first.own, self.sizes[0]),
+            ShardInfo(self.second.own, self.sizes[1]),
+        ]
+        self.coordinator.begin(dict(enumerate(holdings)))
 
     def open_second(self) -> None:
         self.second = Mortal(self.folder / "1", self.ticks[1])
-        known = self.lead.opened(1, self.second.own, self.sizes[1])
+        known = self.coordinator.opened(1, self.second.own, self.sizes[1])
         self.second.raise_to(known)
 
     def survive(self, action: Callable[[], Any], caller: int | None = None) -> Any:
@@ -258,7 +261,7 @@ class ShardKills(RuleBasedStateMachine):
         def told() -> None:
             mine = (self.first, self.second)[shard]
             mine.stored(self.ticks[shard])
-            self.lead.inserted(shard, mine.own)
+            self.coordinator.inserted(shard, mine.own)
 
         self.survive(told, shard)
         if resent and self.limiter.can_insert():
@@ -277,7 +280,7 @@ class ShardKills(RuleBasedStateMachine):
                 known = self.known
 
                 def ask(known: int = known) -> int:
-                    return self.lead.permit(known)  # of the lead that lives now
+                    return self.coordinator.permit(known)  # of the coordinator that lives now
 
                 self.known = self.survive(ask)
                 if lost and self.known != known:  # with the connection, after it was counted
@@ -295,19 +298,19 @@ class ShardKills(RuleBasedStateMachine):
 
     @rule()
     def restart_the_learner(self) -> None:
-        self.known = self.lead.position()["samples"]
+        self.known = self.coordinator.position()["samples"]
 
     @rule(shard=shard, counts=st.booleans(), writes=kill_after)
     def lose_the_files(self, shard: int, counts: bool, writes: int) -> None:
         self.ticks[shard] = self.sizes[shard] = 0
-        if counts and shard:  # those of the lead are lost in another test
+        if counts and shard:  # those of the coordinator are lost in another test
             (self.folder / "1").unlink()
         self.restart(shard, writes)
 
     @rule(more=st.integers(0, 5))
     def raise_to(self, more: int) -> None:
         target = self.first.steps + more
-        assert self.lead.raise_position(target)["steps"] == target
+        assert self.coordinator.raise_position(target)["steps"] == target
         self.made += more
 
     @invariant()
@@ -319,7 +322,7 @@ class ShardKills(RuleBasedStateMachine):
     @invariant()
     def the_limiter_follows_from_the_counts(self) -> None:
         limits = Limits()
-        uncounted = self.made - sum(self.lead._counted)
+        uncounted = self.made - sum(self.coordinator._counted)
         again = Positions(self.folder / "0", self.ticks[0], shards=2)
         owed = again.owed(limits, sum(self.sizes))
         least = -limits.tolerance - BATCH

@@ -173,14 +173,14 @@ def test_data_that_is_there_from_the_start_can_be_sampled_at_once() -> None:
         offline.sample(timeout=0)
 
 
-def test_a_limiter_that_is_released_holds_no_inserts_back() -> None:
+def test_a_limiter_that_is_finished_holds_no_inserts_back() -> None:
     limiter = SamplesPerInsert(ratio=1.0, tolerance=2.0, minsize=1, debt=0.0)
     limiter.insert(3)
     with pytest.raises(RateLimitedError):
         limiter.insert(1, timeout=0.0)
-    limiter.release()
+    limiter.finish(0)
     limiter.insert(5, timeout=0.0)
     assert limiter.avail == 8.0  # what is owed stays owed
-    limiter.release(False)
+    limiter.reopen()
     with pytest.raises(RateLimitedError):
         limiter.insert(1, timeout=0.0)

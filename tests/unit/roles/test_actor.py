@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,11 @@ import pytest
 from fleet_parts import CountingAgent, small_run
 
 from dreamfleet.agents import AgentBase
-from dreamfleet.roles.actor import (
-    Actor,
-    Carries,
-    Transitions,
-    VideoFrames,
-    padded_policy,
-    policy_sizes,
-    serve_actor,
-)
+from dreamfleet.roles.actor import Actor, Transitions, VideoFrames, serve_actor
+from dreamfleet.roles.policy_batches import Carries, padded_policy, policy_sizes
 from dreamfleet.roles.progress import Progress
 from dreamfleet.transport import BatchServer
-from dreamfleet.transport.errors import Timeout
+from dreamfleet.transport.errors import Closed, Timeout
 
 
 class Replied:
@@ -133,7 +126,7 @@ def test_training_and_evaluation_rows_of_a_batch_get_their_own_mode_in_place(
             for n, v, e in zip(ids, values, is_eval, strict=True)
         ]
         assert actions["action"].tolist() == expected
-    agent.wait_for_replies(60.0)
+    agent.take_replies(wait=True)
     modes = {(evaluated, *steps["mode"]) for _, steps, _, evaluated, *_ in replay.calls}
     assert modes == {(True, 4, 4), (False, 5, 5, 5)}  # the length of the mode's name
 
@@ -145,7 +138,7 @@ def test_batches_come_in_a_few_sizes_whatever_arrives(tmp_path: Path) -> None:
         first = [envid == size - 1 for envid in range(size)]
         actions = step(actor, observations(list(range(size)), [1.0] * size, is_first=first))
         assert len(actions["action"]) == size
-    actor.wait_for_replies(60.0)
+    actor.take_replies(wait=True)
     assert agent.sizes == [1, 2, 4, 4, 5, 6]
     for call in replay.calls:
         assert {len(column) for column in call[1].values()} == {len(call[2])}
@@ -184,7 +177,7 @@ def test_transitions_are_numbered_and_split_between_training_and_evaluation(
         first = value == 1.0
         values = [value, value + 1]
         step(actor, observations([0, 5], values, is_eval=[False, True], is_first=first))
-    actor.wait_for_replies(60.0)
+    actor.take_replies(wait=True)
     assert [call[5] for call in replay.calls] == list(range(1, len(replay.calls) + 1))
     assert len({call[4] for call in replay.calls}) == 1
     for envid, is_eval, values in ((0, False, [1.0, 3.0]), (5, True, [2.0, 4.0])):
@@ -203,13 +196,38 @@ def test_the_run_finishes_when_the_logger_says_that_the_target_is_reached(tmp_pa
         progress = Progress()
         actor = Actor(Summing(), config, progress, Recorder(0), Recorder(reached))
         step(actor, observations([0], [0.0], is_first=True))
-        actor.wait_for_replies(60.0)
+        actor.take_replies(wait=True)
         assert progress.finished.is_set() == reached
         assert progress.error is None
 
 
+class Holding(Recorder):
+    """A replay with steps of several actors."""
+
+    steps = 7
+
+    def position(self) -> Replied:
+        return Replied({"steps": self.steps})
+
+
+def test_of_several_actors_the_replay_counts_the_steps(tmp_path: Path) -> None:
+    config, progress, replay = small_run(tmp_path, envs=6, actors=2), Progress(20), Holding()
+    actor = Actor(Summing(), config, progress, replay, Recorder(False))  # type: ignore[arg-type]
+    for steps in (7, 19):
+        replay.steps = steps
+        step(actor, observations([0, 2], [1.0, 1.0], is_first=True))
+        assert progress.step == steps
+    assert not progress.finished.is_set()
+    replay.steps = 20
+    step(actor, observations([0, 2], [1.0, 1.0]))
+    assert progress.finished.is_set()
+
+
 class Away:
-    """A replay that takes nothing, as without a learner."""
+    """A replay that does not answer before its client is closed."""
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
 
     def call(self, *call: Any) -> Any:
         return self
@@ -217,36 +235,31 @@ class Away:
     def done(self) -> bool:
         return False
 
-    def result(self, timeout: float | None = None) -> Any:
-        raise Timeout("replay did not answer")
-
-    def stats(self) -> dict[str, float]:
-        return {"connected": 1.0}
+    def result(self) -> Any:
+        assert self.closed.wait(60)
+        raise Closed("The client was closed.")
 
 
-class WithoutLearner(Progress):
-    """What an actor on its own knows when the learner's process is away."""
-
-    def waiting(self) -> str:
-        return "no connection to the learner"
-
-
-@pytest.mark.parametrize(("kind", "given_up"), [(WithoutLearner, True), (Progress, False)])
-def test_an_end_gives_up_on_the_replay_only_if_nobody_learns(
-    tmp_path: Path, kind: type[Progress], given_up: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_run_that_is_stopped_drops_unconfirmed_steps_and_another_one_fails(
+    tmp_path: Path, stopped: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    progress = kind()
-    actor = Actor(Summing(), small_run(tmp_path), progress, Away(), Recorder(False))
+    progress, replay = Progress(), Away()
+    actor = Actor(Summing(), small_run(tmp_path), progress, replay, Recorder(False))  # type: ignore[arg-type]
     step(actor, observations([0], [0.0], is_first=True))
-    progress.stop()
-    with nullcontext() if given_up else pytest.raises(Timeout):
-        actor.wait_for_replies(actor.flush_seconds)
-    assert ("unconfirmed steps are dropped" in caplog.text) == given_up
+    (progress.stop if stopped else progress.finish)()
+    replay.closed.set()
+    with pytest.raises(Closed) as raised:
+        actor.take_replies(wait=True)
+    actor.on_send_error(raised.value)
+    assert ("unconfirmed steps are dropped" in caplog.text) == stopped
+    assert progress.error is (None if stopped else raised.value)
+    actor.on_send_error(error := ValueError())
+    assert progress.error is (error if stopped else raised.value), "this is no end in order"
 
 
-@pytest.mark.parametrize(("kind", "given_up"), [(WithoutLearner, True), (Progress, False)])
-def test_nor_do_rows_that_nobody_takes_fail_such_an_end(
-    tmp_path: Path, kind: type[Progress], given_up: bool, monkeypatch: pytest.MonkeyPatch
+def test_rows_that_are_not_passed_on_in_time_do_not_fail_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     close = BatchServer.close
 
@@ -256,10 +269,10 @@ def test_nor_do_rows_that_nobody_takes_fail_such_an_end(
 
     monkeypatch.setattr(BatchServer, "close", late)
     monkeypatch.setattr(Actor, "log_metrics", lambda *_, **__: None)
-    progress = kind()
+    progress = Progress()
     progress.stop()
-    with nullcontext() if given_up else pytest.raises(Timeout, match="32 rows"):
-        serve_actor(Summing(), small_run(tmp_path, on_failure="restart"), progress)
+    serve_actor(Summing(), small_run(tmp_path, on_failure="restart"), progress)
+    assert progress.error is None
 
 
 def begin(ids: list[int], is_first: list[bool]) -> dict[str, Any]:
@@ -276,7 +289,7 @@ def test_an_episode_whose_start_was_missed_is_reset_and_not_stored(
     reply = step(actor, begin([0, 1], [False, True]))
     assert reply["reset"].tolist() == [False, False]
     assert reply["action"].tolist() == [1, 0]
-    actor.wait_for_replies(60.0)
+    actor.take_replies(wait=True)
     for calls in (replay.calls, logger.calls):
         assert [envid for call in calls for envid in call[2].tolist()] == [0, 0, 1]
     assert logger.calls[-1][1] == 3
@@ -286,7 +299,7 @@ def test_a_batch_of_which_nothing_is_kept_sends_nothing(tmp_path: Path) -> None:
     actor, replay, logger = make_actor(CountingAgent(), tmp_path)
     reply = step(actor, begin([3], [False]))
     assert reply["reset"].tolist() == [True]
-    actor.wait_for_replies(60.0)
+    actor.take_replies(wait=True)
     assert replay.calls == logger.calls == []
 
 

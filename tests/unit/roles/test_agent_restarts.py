@@ -15,10 +15,9 @@ from fleet_parts import CountingAgent, small_run
 
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
-from dreamfleet.roles import agent, learner
-from dreamfleet.roles.actor import BEGAN
+from dreamfleet.roles import learner
 from dreamfleet.roles.addresses import publish_address
-from dreamfleet.roles.health import health_path
+from dreamfleet.roles.health import STARTED, health_path
 from dreamfleet.roles.progress import Progress
 from dreamfleet.transport import Server
 
@@ -27,7 +26,8 @@ class Servers:
     """A replay and a logger of which a method may hang until `go` is set."""
 
     def __init__(self, run: RunConfig, hangs: str) -> None:
-        self.go, self.hanging, self.released = (threading.Event() for _ in range(3))
+        self.go, self.hanging = threading.Event(), threading.Event()
+        self.finishes = 0
         batch = {"stepid": np.zeros((2, 4, 20), np.uint8), "is_first": np.zeros((2, 4), bool)}
         position = {"steps": 0, "samples": 0}
         methods: dict[str, dict[str, Any]] = {
@@ -36,7 +36,7 @@ class Servers:
                 "raise_position": lambda steps: position,
                 "sample_batch_train": lambda known: batch,
                 "update": lambda data: 8,
-                "release": self.released.set,
+                "finish": self._finish,
             },
             "logger": {"add": lambda *_: None, "status": dict},
         }
@@ -48,6 +48,10 @@ class Servers:
                 server.bind(name, function, workers=1, repeatable=True)
             self._stack.enter_context(server)
             publish_address(run, role, server.address)  # type: ignore[arg-type]
+
+    def _finish(self, sequences: int) -> bool:
+        self.finishes += 1
+        return True
 
     def _hang(self, *args: Any) -> None:
         self.hanging.set()
@@ -69,14 +73,13 @@ def servers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Servers]
 def test_an_agent_is_saved_although_the_replay_takes_nothing_any_more(
     tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learner, "_END_SECONDS", 0.2)
+    monkeypatch.setattr("dreamfleet.roles.progress._END_SECONDS", 0.2)
     progress, run = Progress(), small_run(tmp_path, log_every=0.01)
     arguments = [CountingAgent(), threading.Barrier(1), run, progress]
     thread = threading.Thread(target=learner.parallel_learner, args=arguments, daemon=True)
     thread.start()
     assert servers.hanging.wait(120)
     progress.stop()
-    progress.end_learning()
     thread.join(120)
     assert not thread.is_alive()
     snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
@@ -85,22 +88,22 @@ def test_an_agent_is_saved_although_the_replay_takes_nothing_any_more(
 
 
 @pytest.mark.parametrize("servers", [""], indirect=True)
-def test_steps_that_wait_for_learning_are_let_in_when_the_run_is_asked_to_stop(
-    tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch
+def test_a_replay_that_is_restarted_in_the_end_hears_of_it_again(
+    tmp_path: Path, servers: Servers
 ) -> None:
-    monkeypatch.setattr(agent, "_KEEP_UP_SECONDS", 0.0)
-    progress, looks = Progress(), 0
-
-    def sending() -> bool:
-        nonlocal looks
-        looks += 1
-        if looks == 3:  # until then it has made its steps, and keeps to its ratio
-            assert not servers.released.is_set()
-            progress.stop()
-        return not servers.released.wait(0.01)
-
-    agent._wait_while(sending, progress, small_run(tmp_path))
-    assert looks >= 3
+    progress, run = Progress(), small_run(tmp_path, log_every=0.01)
+    progress.sending = lambda: servers.finishes < 3
+    thread = threading.Thread(
+        target=learner.parallel_learner,
+        args=[CountingAgent(), threading.Barrier(1), run, progress],
+        daemon=True,
+    )
+    thread.start()
+    progress.finish()
+    thread.join(120)
+    assert not thread.is_alive()
+    assert servers.finishes >= 3, "`finish` is repeated until all steps are confirmed"
+    assert Checkpoint(tmp_path / "ckpt" / "agent").latest() is not None
 
 
 class Ordered(CountingAgent):
@@ -128,8 +131,8 @@ def test_an_agent_that_is_started_again_acts_before_its_training_is_compiled(
     may_compile = threading.Event()
     made = Ordered(may_compile)
     if again:
-        health_path(run, BEGAN).parent.mkdir()
-        health_path(run, BEGAN).touch()
+        health_path(run, STARTED).parent.mkdir()
+        health_path(run, STARTED).touch()
     else:
         may_compile.set()
     arguments = [made, barrier, run, progress]
@@ -137,11 +140,9 @@ def test_an_agent_that_is_started_again_acts_before_its_training_is_compiled(
     thread.start()
     barrier.wait(120)  # the actor acts from here on
     assert made.done == (["policy"] if again else ["all"])
-    assert progress.acting
     assert not (again and progress.prepared)
     may_compile.set()
     progress.stop()
-    progress.end_learning()
     thread.join(120)
     assert not thread.is_alive()
     assert made.done == (["policy", "training"] if again else ["all"])

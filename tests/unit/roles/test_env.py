@@ -23,9 +23,9 @@ from dreamfleet.fleet.factories import environment
 from dreamfleet.replay import Replay
 from dreamfleet.roles import env as role
 from dreamfleet.roles import runtime
-from dreamfleet.roles.actor import policy_sizes
 from dreamfleet.roles.env import RestartedEnv, Watchdog, _step_all, split_lanes
 from dreamfleet.roles.health import Health, health_path, read_health
+from dreamfleet.roles.policy_batches import policy_sizes
 from dreamfleet.transport import Client, Disconnected, RemoteError, resolve
 
 LENGTH = 25

@@ -16,8 +16,9 @@ from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.launchers.local import LocalLauncher
 from dreamfleet.fleet.supervisor import FleetError, Supervisor
-from dreamfleet.roles import hosts
-from dreamfleet.roles.hosts import End, Meeting, Membership, this_host
+from dreamfleet.roles.scaling import hosts
+from dreamfleet.roles.scaling.hosts import End, Membership, Rendezvous, this_host
+from dreamfleet.roles.scaling.sync import HostSync, Sync
 from dreamfleet.transport import Client, Disconnected, Server
 
 SAME = {"batch_size": "16"}
@@ -32,9 +33,9 @@ class Time:
         return self.now
 
 
-def meeting(count: int, time: Time) -> Meeting:
+def meeting(count: int, time: Time) -> Rendezvous:
     """All of them are there."""
-    result = Meeting(count, time)
+    result = Rendezvous(count, time)
     for index in range(count):
         result.enter(index, f"node{index}", f"token{index}", SAME)
     return result
@@ -84,7 +85,7 @@ def test_slurm_has_to_start_as_many_tasks_as_there_are_hosts() -> None:
 
 def test_hosts_meet_and_have_the_same_settings() -> None:
     time = Time()
-    there = Meeting(3, time)
+    there = Rendezvous(3, time)
     assert there.enter(0, "a", "first", SAME) == ("", [1, 2])
     assert there.enter(1, "b", "second", SAME) == ("", [2])
     problem, _ = there.enter(2, "c", "third", {"batch_size": "8"})
@@ -137,12 +138,12 @@ def test_all_hear_what_all_have_said() -> None:
         assert in_threads(*calls) == [[{"host": 0}, {"host": 1}, {"host": 2}]] * 3
     # A call that is repeated, because its answer was lost.
     assert there.gather("round/99", 1, "token1", {"host": 1})[2] == {"host": 2}
-    assert len(there._rooms) <= hosts._KEPT + 1
+    assert len(there._rounds) <= hosts._KEPT + 1
 
 
 def test_a_host_knows_whom_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     there, waited = meeting(3, Time()), list[list[int]]()
-    monkeypatch.setattr(hosts, "_ON_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr("dreamfleet.roles.scaling.sync._ON_WAIT_SECONDS", 0.001)
     server = Server("inproc://{auto}", "hosts")
     server.bind("gather", there.gather, workers=6)
     server.bind("missing", there.missing)
@@ -155,11 +156,11 @@ def test_a_host_knows_whom_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None
 
     with server, ExitStack() as stack:
         clients = [stack.enter_context(Client(server.address)) for _ in range(3)]
-        me = hosts.Hosts(3, 0, "", clients[0], "token0")
+        me = HostSync(3, 0, clients[0], "token0")
         said = me.gather("compiled", {"host": 0}, on_wait)
     assert said == [{"host": 0}, {"host": 1}, {"host": 2}]
     assert waited == [[1, 2], [2]]
-    assert hosts.Hosts().gather("compiled", {"host": 0}, on_wait) == [{"host": 0}]
+    assert Sync().gather("compiled", {"host": 0}, on_wait) == [{"host": 0}]
 
 
 def test_a_host_that_is_not_heard_of_is_lost_and_named() -> None:
@@ -206,7 +207,7 @@ def test_a_host_that_was_stopped_for_long_does_not_take_part_in_the_run_that_was
     with pytest.raises(hosts.HostError, match="Host 1 was away for so long"):
         there.gather("round/1", 1, "earlier", {})
     assert there.beat(0, "token0") == ([*End("")], False)
-    assert not there._rooms
+    assert not there._rounds
 
 
 def test_a_host_that_is_asked_to_stop_ends_the_run_on_all() -> None:
@@ -271,5 +272,5 @@ def test_a_host_that_is_lost_ends_the_run_with_an_error_on_all_and_those_left_ca
     run = RunConfig(hosts=4, host_index=index, batch_size=16)
     supervisor = Supervisor([], LocalLauncher(Path()))
     words = r"Host 1 \(node1\) was lost\..* those that are left with --hosts 2\."
-    with pytest.raises(FleetError, match=words), parallel._one_of_several(run, supervisor, print):
+    with pytest.raises(FleetError, match=words), parallel.host_membership(run, supervisor, print):
         pass

@@ -22,16 +22,17 @@ from dreamfleet.fleet.factories import factories
 from dreamfleet.fleet.launchers.local import LocalLauncher
 from dreamfleet.parallel import _bound
 from dreamfleet.roles import fences as fences_file
-from dreamfleet.roles.actor import BEGAN, Actor, Opening, policy_sizes
+from dreamfleet.roles.actor import Actor, StartGate
 from dreamfleet.roles.checks import ObservationCheck, Owners
 from dreamfleet.roles.env import Lane
 from dreamfleet.roles.episodes import EpisodeServer, Group, RoundInterrupted
 from dreamfleet.roles.fences import Fence, FenceReader, Fences, read_fences, write_fences
-from dreamfleet.roles.health import health_path
+from dreamfleet.roles.health import STARTED, health_path
 from dreamfleet.roles.invitations import write_place
-from dreamfleet.roles.logger import video_env
-from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.replay import ReplayService, limiter_for
+from dreamfleet.roles.logger_client import video_env
+from dreamfleet.roles.policy_batches import policy_sizes
+from dreamfleet.roles.progress import Progress, limiter_for
+from dreamfleet.roles.replay import ReplayService
 from dreamfleet.spaces import RESET
 from dreamfleet.transport import (
     BatchServer,
@@ -133,7 +134,7 @@ def an_actor(folder: Path, **changes: Any) -> tuple[Actor, Progress]:
     ), progress
 
 
-def acting(run: RunConfig, progress: Progress, index: int = 0) -> tuple[Opening, Any, list[int]]:
+def acting(run: RunConfig, progress: Progress, index: int = 0) -> tuple[StartGate, Any, list[int]]:
     """A server of `act` that may be held back, and the environments that it has acted in."""
     acted: list[int] = []
 
@@ -145,7 +146,7 @@ def acting(run: RunConfig, progress: Progress, index: int = 0) -> tuple[Opening,
     owners = Owners(server.connected)
     check = ObservationCheck(DUMMY.obs_space, 4, owners, lambda *_: None)
     server.bind("act", act, batch=1, wait=0.0, check=check)
-    return Opening(run, progress, server, owners, index), server, acted
+    return StartGate(run, progress, server, owners, index), server, acted
 
 
 def test_a_run_begins_when_all_are_there_and_an_agent_that_is_restarted_does_not_wait(
@@ -155,7 +156,7 @@ def test_a_run_begins_when_all_are_there_and_an_agent_that_is_restarted_does_not
     opening, server, acted = acting(run, progress)
 
     def present() -> int:
-        opening.look()
+        opening.poll()
         return progress.present
 
     with server, Client(server.address) as stays, Client(server.address) as last:
@@ -174,7 +175,7 @@ def test_a_run_begins_when_all_are_there_and_an_agent_that_is_restarted_does_not
         first.result(LONG)
         second.result(LONG)
         assert acted == [JOINED, JOINED + 1, JOINED + 2]  # nothing of the one that has left
-    assert health_path(run, BEGAN).exists()
+    assert health_path(run, STARTED).exists()
     successor, again = acting(run, progress := Progress())[:2]
     assert (successor.closed, progress.begun) == (False, True)
     again.close()

@@ -21,13 +21,14 @@ from dreamfleet.agents import Dreamer
 from dreamfleet.agents.dreamer.acting import Draws
 from dreamfleet.agents.dreamer.runtime import player as dreamer_module
 from dreamfleet.checkpoint import Checkpoint, read_checkpoint
+from dreamfleet.clock import Round
 from dreamfleet.errors import ConfigError
-from dreamfleet.roles.actor import Carries, padded_policy
 from dreamfleet.roles.health import read_health
-from dreamfleet.roles.hosts import Hosts
-from dreamfleet.roles.learner import LOOK_AHEAD, SAVE_REQUEST, Learner, RemoteStream, Saver
-from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.replay import most_owed
+from dreamfleet.roles.learner import Learner, RemoteStream
+from dreamfleet.roles.policy_batches import Carries, padded_policy
+from dreamfleet.roles.progress import LOOK_AHEAD, Progress, most_owed
+from dreamfleet.roles.saver import SAVE_REQUEST, Saver
+from dreamfleet.roles.scaling.sync import Sync
 from dreamfleet.transport import ArgumentError, Client, Closed, RemoteError, Server
 
 
@@ -128,7 +129,7 @@ def test_a_run_may_start_from_a_part_of_another_and_says_which(
     )
     agent, progress = make_dreamer(5), Progress()
     fresh, theirs = agent.save(), trained.save()
-    with caplog.at_level("INFO", logger="dreamfleet.roles.learner"):
+    with caplog.at_level("INFO", logger="dreamfleet.roles"):
         told = saver(agent, config, progress).restore()
     state = agent.save()
     taken = {key for key in state if key.startswith(("nets/encoder", "nets/dynamics"))}
@@ -329,13 +330,13 @@ def test_without_data_there_is_no_batch_and_the_next_one_is_requested_again() ->
 
 
 class Granting:
-    """A client of a replay that grants everything, and of a logger that takes everything."""
+    """A client of a replay that can give batches or not, and of a logger that takes everything."""
 
     def __init__(self, *, enough: bool = True) -> None:
         self.granted: list[int] = []
         self._enough = enough
 
-    def grant(self, sequences: int) -> Granting:
+    def finish(self, sequences: int) -> Granting:
         self.granted.append(sequences)
         return self
 
@@ -343,6 +344,9 @@ class Granting:
         return self
 
     def wait(self, timeout: float) -> bool:
+        return True
+
+    def done(self) -> bool:
         return True
 
     def result(self) -> bool:
@@ -356,14 +360,16 @@ def test_updates_left_are_those_before_there_was_enough_data_and_no_more(tmp_pat
         progress = Progress(1000)
         progress.restore(step)
         progress.stopped = bool(changes.pop("stopped", False))
-        hosts = changes.pop("most_hosts", 1)
+        fills = changes.pop("fills", 1.0)
         config = replace(args, **changes)
-        count = SimpleNamespace(updates=updates, most_hosts=hosts)
+        count = SimpleNamespace(updates=updates, fills=fills)
         client = client or Granting()
         learner = Learner(None, config, progress, count, None, client, client)  # type: ignore[arg-type]
+        learner.begin_end(progress.step)
         found = learner.updates_left()
+        learner.finish_replay()
+        assert client.granted == [16 * min(found, most_owed(config))], "more is asked for later"
         if found:
-            assert client.granted == [16 * min(found, most_owed(config))], "more is asked for later"
             count.updates += found - 1
             assert learner.updates_left() == 1, "how many it is, is decided once"
             count.updates += 1
@@ -374,10 +380,25 @@ def test_updates_left_are_those_before_there_was_enough_data_and_no_more(tmp_pat
     assert left(125) == left(130) == 0
     assert left(0, train_ratio=4096.0) < 4096 * 1000 / 512, "what is owed has a bound"
     # Replays of other hosts were filled, too, before there was anything to train on.
-    assert left(0, train_ratio=4096.0, most_hosts=2) == 4096 * 1000 / 512
+    assert left(0, train_ratio=4096.0, fills=3.0) == 4096 * 1000 / 512
     assert left(61, step=999) == 0, "it ended at its target score"
     assert left(61, stopped=True) == left(61, train_ratio=0.0) == 0
-    assert left(61, client=Granting(enough=False)) == 0
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_a_complete_run_does_not_wait_for_batches_that_its_replay_cannot_give(
+    tmp_path: Path, enough: bool
+) -> None:
+    args = small_run(tmp_path, steps=1000, batch_size=16, batch_length=32, train_ratio=64.0, envs=8)
+    progress, client = Progress(1000), Granting(enough=enough)
+    progress.restore(1000)
+    count: Any = SimpleNamespace(updates=61, fills=1.0, offset=0)
+    learner = Learner(None, args, progress, count, None, client, client)  # type: ignore[arg-type]
+    said = {"stop": False, "finished": True, "sent": True, "steps": 1000, "too little": False}
+    assert not learner._apply_round(Round([said])), "updates are missing"
+    learner.finish_replay()  # takes the reply
+    said["too little"] = learner._too_little
+    assert learner._apply_round(Round([said])) != enough
 
 
 def test_updates_before_the_first_step_are_asked_for_until_they_are_made(tmp_path: Path) -> None:
@@ -414,7 +435,6 @@ class Stopping(CountingAgent):
     def train(self, carry: Any, batch: Any) -> Any:
         self.done.append("train")
         self._progress.stop()
-        self._progress.end_learning()
         return carry, {}, {}
 
     def report(self, carry: Any, batch: Any) -> Any:
@@ -572,12 +592,13 @@ def test_a_few_updates_are_profiled_once_and_fewer_if_the_run_ends(tmp_path: Pat
 
 
 def test_a_run_remembers_how_many_hosts_it_had(tmp_path: Path) -> None:
-    config, two = small_run(tmp_path), Hosts(2)
+    config, two = small_run(tmp_path), Sync()
+    two.count = 2
     Saver(CountingAgent(), config, Progress(), ReplayClient(), LoggerClient(None), two).save()
     for _ in range(2):  # also after the others have left
         alone = saver(CountingAgent(), config, Progress())
         alone.restore()
-        assert alone.most_hosts == 2
+        assert alone.fills == 3.0
         alone.save()
 
 
@@ -592,7 +613,7 @@ def test_a_learner_says_that_it_waits_for_a_host_that_compiles(tmp_path: Path) -
         def wait(self, timeout: float) -> bool:
             return True
 
-    class Others(Hosts):
+    class Others(Sync):
         def gather(self, name: str, said: Any, on_wait: Any = None) -> list[Any]:
             on_wait([1])
             on_wait([1, 3])
@@ -601,8 +622,9 @@ def test_a_learner_says_that_it_waits_for_a_host_that_compiles(tmp_path: Path) -
     args = small_run(tmp_path, hosts=4, batch_size=4)
     count: Any = SimpleNamespace(updates=0)
     client: Any = Logger()
-    hosts = Others(4)
-    learner = Learner(CountingAgent(), args, Progress(), count, client, client, client, hosts=hosts)
+    learner = Learner(
+        CountingAgent(), args, Progress(), count, client, client, client, sync=Others()
+    )
     learner._await_hosts()
     assert shown == [
         "waiting for host 1, which is compiling",
@@ -666,9 +688,9 @@ def test_a_learner_that_waits_for_a_batch_logs_and_saves(tmp_path: Path) -> None
         wait_for(2)
         assert source.states[-1] == "waiting for a batch from the replay"
     finally:
-        progress.end_learning()
-        source.go.set()
+        progress.stop()
         thread.join()
+        source.go.set()
     for each in threading.enumerate():
         if each.name.startswith("learner-batches"):
             each.join(60)

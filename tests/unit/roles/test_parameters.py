@@ -16,13 +16,15 @@ from fleet_parts import CountingAgent, small_run
 
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.nodes import addresses
-from dreamfleet.roles import parameters as module
-from dreamfleet.roles.actor import policy_sizes, waits_for
+from dreamfleet.roles.actor import waits_for
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.health import Health
-from dreamfleet.roles.parameters import Follower, ParameterServer, packed, unpacked
-from dreamfleet.roles.progress import Progress, SharedProgress
-from dreamfleet.transport import Client, RemoteError
+from dreamfleet.roles.policy_batches import policy_sizes
+from dreamfleet.roles.progress import OtherActors, Progress
+from dreamfleet.roles.scaling import parameters as module
+from dreamfleet.roles.scaling.parameters import ParameterServer, packed, unpacked
+from dreamfleet.roles.scaling.remote_actor import Follower, RemoteProgress
+from dreamfleet.transport import Client
 from dreamfleet.transport.codec import encode
 
 
@@ -51,7 +53,7 @@ def until(condition: Callable[[], bool], learner: Learner | None = None) -> None
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunConfig:
-    """Two actors, of which all together may make 84 steps that the learner does not know."""
+    """Two actors."""
     return small_run(tmp_path, envs=4, actors=2, actor_batch=2, steps=1000, batch_size=5)
 
 
@@ -69,10 +71,11 @@ def test_parameters_of_updates_reach_an_actor(
     run: RunConfig, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr("dreamfleet.roles.scaling.remote_actor._EVERY_SECONDS", 0.01)
     monkeypatch.setattr(module, "_SHARE", 0)
     client = client_of(run, stack)
     progress, agent, lock = (
-        SharedProgress("actor-1", run, client),
+        RemoteProgress("actor-1", run, client),
         CountingAgent(),
         threading.Lock(),
     )
@@ -112,92 +115,21 @@ def test_only_new_parameters_are_taken_and_not_too_often(run: RunConfig) -> None
         assert server.parameters()["version"] == first["version"] == 1  # within a second
 
 
-def test_steps_are_counted_once_by_whichever_learner_there_is(
-    run: RunConfig, stack: ExitStack
-) -> None:
-    client = client_of(run, stack)
-    actor = SharedProgress("actor-1", run, client)
-    first = Learner(run, stored=100)
-    with first.server:
-        actor.advance(7)
-        assert actor.step == 7, "it knows only its own before it reports"
-        actor.report()
-        assert actor.step == first.progress.step == 107
-        first.progress.advance(50)  # the agent's own actor
-        actor.report()
-        actor.report()
-        assert actor.step == first.progress.step == 157
-        actor.stored(4)
-        actor.advance(10)  # not reported when the learner is killed
-    second = Learner(run, stored=154)  # what the replay holds by then
-    with second.server:
-        actor.report()
-        assert actor.step == second.progress.step == 164
-        second.progress.raise_to(160)
-        assert second.progress.step == 164
-        second.progress.raise_to(167)  # as many are stored once the three have arrived
-        actor.report()
-        assert actor.step == second.progress.step == 167
-        # Another one of that name: what the first had not stored, three and ten, is gone, as far
-        # as this learner had counted it.
-        assert second.server.busy()
-        another = SharedProgress("actor-1", run, client)
-        another.advance(2)
-        another.report()
-        assert second.progress.step == 167 - 10 + 2
-        assert second.server.busy()
-        another.busy = False
-        another.report()
-        assert not second.server.busy()
-
-
-def test_reports_of_an_actor_come_from_one_process_at_a_time(
-    run: RunConfig, stack: ExitStack
-) -> None:
-    good: dict[str, Any] = {
-        "learner": "",
-        "actor": "actor-1",
-        "source": "mine",
-        "busy": False,
-        "reached": False,
-        "steps": 3,
-        "unstored": 0,
-        "failures": 0,
-        "env_steps": 3.0,
-        "present": 1,
-    }
-    with Learner(run).server:
-        first, second = client_of(run, stack), client_of(run, stack)
-        first.report(good).result(60)
-        for wrong, kind in (
-            ({**good, "source": "another"}, "Occupied"),
-            ({**good, "actor": "actor-7"}, "ArgumentError"),
-            ({**good, "steps": -1}, "ArgumentError"),
-            ({**good, "busy": 1}, "ArgumentError"),
-            ({}, "ArgumentError"),
-        ):
-            with pytest.raises(RemoteError) as refused:
-                second.report(wrong).result(60)
-            assert refused.value.kind == kind
-        first.report(good).result(60)
-
-
 def test_an_actor_waits_for_the_learner_unless_it_is_asked_to_stop(
     run: RunConfig, stack: ExitStack
 ) -> None:
     client = client_of(run, stack)
-    actor = SharedProgress("actor-1", run, client)
-    actor.advance(1)
-    assert actor.waiting() == "actor-1 has no connection to the learner"
+    actor = RemoteProgress("actor-1", run, client)
     waits = threading.Thread(target=actor.report)
     waits.start()
-    learner = Learner(run)
-    with learner.server:
+    with Learner(run).server as server:
         waits.join(120)
         assert not waits.is_alive()
-        assert learner.progress.step == 1
-        assert actor.waiting() == ""
-    alone = SharedProgress("actor-1", run, client)
+        assert server.busy()
+        actor.busy = False
+        actor.report()
+        assert not server.busy()
+    alone = RemoteProgress("actor-1", run, client)
     waits = threading.Thread(target=alone.report)
     waits.start()
     alone.stop()
@@ -209,19 +141,19 @@ def test_the_end_of_the_run_reaches_every_actor(run: RunConfig, stack: ExitStack
     client = client_of(run, stack)
     learner = Learner(run, stored=900)
     with learner.server:
-        actor = SharedProgress("actor-1", run, client)
+        actor, another = (RemoteProgress("actor-1", run, client) for _ in range(2))
+        actor.raise_to(999)
         actor.report()
-        assert actor.advance(10) == 910
-        assert learner.progress.step == 900, "far from the end reports may wait"
-        actor.advance(10)
-        assert learner.progress.step == 920, "near the end every policy call reports"
-        learner.progress.advance(75)
-        actor.advance(4)
         assert not actor.finished.is_set()
-        actor.advance(4)
+        assert not actor.over()
+        actor.raise_to(1000)
         assert actor.finished.is_set()
-        assert learner.progress.finished.is_set()
-        assert (learner.progress.step, actor.stopped, actor.error) == (1003, False, None)
+        assert actor.over(), "it knows before the learner does"
+        learner.progress.raise_to(1000)
+        another.report()
+        assert another.finished.is_set()
+        assert another.over()
+        assert not another.stopped
 
 
 def test_a_stop_a_score_and_a_failure_are_told_apart(run: RunConfig, stack: ExitStack) -> None:
@@ -229,13 +161,13 @@ def test_a_stop_a_score_and_a_failure_are_told_apart(run: RunConfig, stack: Exit
     asked = Learner(run)
     with asked.server:
         asked.progress.stop()
-        actor = SharedProgress("actor-1", run, client)
+        actor = RemoteProgress("actor-1", run, client)
         actor.report()
         assert actor.stopped
         assert actor.finished.is_set()
     scored = Learner(small_run(run.logdir, envs=4, actors=2, target_score=1.0))
     with scored.server:
-        actor = SharedProgress("actor-1", run, client)
+        actor = RemoteProgress("actor-1", run, client)
         actor.finish()  # the logger told this actor first
         assert scored.progress.finished.is_set()
         assert actor.finished.is_set()
@@ -243,7 +175,7 @@ def test_a_stop_a_score_and_a_failure_are_told_apart(run: RunConfig, stack: Exit
     failed = Learner(run)
     with failed.server:
         failed.progress.fail(RuntimeError("the training is broken"))
-        actor = SharedProgress("actor-1", run, client)
+        actor = RemoteProgress("actor-1", run, client)
         actor.report()
         assert not actor.finished.is_set(), "it waits for the next learner"
 
@@ -252,13 +184,13 @@ def test_failures_of_all_environments_are_known_to_the_agent(
     run: RunConfig, stack: ExitStack
 ) -> None:
     learner = Learner(replace(run, actors=3))
-    assert learner.progress.failures_elsewhere() == (0, 0.0)
+    assert learner.progress.others.failures() == (0, 0.0)
     with learner.server:
         for index in (1, 2):
-            actor = SharedProgress(f"actor-{index}", run, client_of(run, stack))
-            actor.noted(index, 10.0 * index)
+            actor = RemoteProgress(f"actor-{index}", run, client_of(run, stack))
+            actor.env_failures = index, 10.0 * index
             actor.report()
-        assert learner.progress.failures_elsewhere() == (3, 30.0)
+        assert learner.progress.others.failures() == (3, 30.0)
 
 
 def test_arrays_that_are_too_large_for_a_frame_travel_in_pieces(
@@ -290,7 +222,7 @@ def test_a_run_begins_when_all_actors_together_have_what_it_expects(
 ) -> None:
     learner, expected = Learner(run), 6
     with learner.server:
-        actor = SharedProgress("actor-1", run, client_of(run, stack))
+        actor = RemoteProgress("actor-1", run, client_of(run, stack))
         assert not actor.may_begin(3, expected)
         actor.report()
         assert not learner.progress.may_begin(2, expected)  # 5 are there
@@ -304,7 +236,7 @@ def test_a_run_begins_when_all_actors_together_have_what_it_expects(
         assert learner.progress.may_begin(2, expected)
         actor.report()
         assert actor.may_begin(4, expected)
-        learner.progress.present_elsewhere = lambda: 0
+        learner.progress.others = OtherActors()
         assert learner.progress.may_begin(0, expected)  # what has begun goes on
 
 

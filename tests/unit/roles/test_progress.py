@@ -1,6 +1,15 @@
 """The step counter, and how a run ends."""
 
-from dreamfleet.roles.progress import Progress
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet_parts import fixed_address, small_run
+
+from dreamfleet.roles.logger_client import LoggerClient
+from dreamfleet.roles.progress import Progress, hang_up_in_time
+from dreamfleet.transport import Closed, Server
 
 
 def test_enough_steps_finish_the_run() -> None:
@@ -54,12 +63,63 @@ def test_the_first_error_counts() -> None:
     assert progress.finished.is_set()
 
 
-def test_callbacks_run_once_on_learning_over_or_at_once_if_it_is() -> None:
-    progress, called = Progress(), []
-    progress.on_learning_over(lambda: called.append(1))
-    assert called == []
-    progress.end_learning()
-    progress.end_learning()
-    assert called == [1]
-    progress.on_learning_over(lambda: called.append(2))
-    assert called == [1, 2]
+class Hung:
+    """A client whose server does not answer."""
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+
+    def close(self, flush: float = 1.0) -> None:
+        self.closed.set()
+
+    def give_up_if_silent(self, seconds: float) -> None: ...
+
+
+@pytest.mark.parametrize("how", ["stop", "fail", "wait_no_longer"])
+def test_an_end_that_may_not_wait_any_longer_hangs_up(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dreamfleet.roles.progress._END_SECONDS", 0.01)
+    progress, client = Progress(10), Hung()
+    progress.sending = lambda: True
+    logger: Any = Hung()
+    with hang_up_in_time(progress, logger, client):
+        progress.advance(10)
+        assert progress.seconds_left() == float("inf"), "a complete run waits"
+        assert not progress.sent
+        assert not client.closed.is_set()
+        getattr(progress, how)(*[ValueError()] if how == "fail" else [])
+        assert client.closed.wait(60)
+        assert logger.closed.wait(60)
+    assert progress.sent, "unconfirmed steps are dropped"
+
+
+def test_a_complete_run_does_not_wait_for_a_logger_that_answers_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dreamfleet.roles.progress._END_SECONDS", 0.05)
+    monkeypatch.setattr("dreamfleet.roles.progress.POLL_SECONDS", 0.01)
+    thawed, progress, replay = threading.Event(), Progress(10), Hung()
+    args = small_run(tmp_path, logger_addr=fixed_address())
+    server = Server(args.logger_addr, "logger")
+    server.bind("add", lambda *_: thawed.wait(60))
+    with server, LoggerClient(args, "learner", 2) as logger:
+        with hang_up_in_time(progress, logger, replay):
+            waiting = [logger.add(0, {}), logger.add(1, {})]
+            progress.advance(10)
+            later = logger.add(2, {})  # waits for a place
+            for future in (*waiting, later, logger.add(3, {})):
+                with pytest.raises(Closed):
+                    future.result(60)
+            assert not replay.closed.is_set(), "it waits for its replay"
+        thawed.set()
+
+
+def test_steps_are_sent_when_every_actor_has_ended() -> None:
+    progress, busy = Progress(), {"own", "other"}
+    progress.sending = lambda: "own" in busy
+    progress.others.busy = lambda: "other" in busy  # type: ignore[method-assign]
+    for name in ("own", "other"):
+        assert not progress.sent
+        busy.remove(name)
+    assert progress.sent

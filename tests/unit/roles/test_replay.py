@@ -17,7 +17,8 @@ from fleet_parts import small_run
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.factories import replay, stream
 from dreamfleet.replay.storage import journal
-from dreamfleet.roles.replay import ReplayService, _is_new, limiter_for
+from dreamfleet.roles.progress import limiter_for
+from dreamfleet.roles.replay import ReplayService, _is_new
 
 ENVS = 4
 

@@ -14,13 +14,11 @@ import pytest
 from fleet_parts import small_run
 
 from dreamfleet.roles.addresses import (
-    DirectoryBook,
     find_server,
     listen_address,
     publish_address,
     published_address,
     remove_addresses,
-    use_book,
 )
 from dreamfleet.roles.runtime import STOP_SIGNAL, StopSignal, stop_event
 from dreamfleet.transport import AddressError, Client, Server
@@ -95,29 +93,6 @@ def test_a_server_on_all_interfaces_is_published_under_the_machines_name(tmp_pat
     run = small_run(tmp_path, actor_addr="tcp://0.0.0.0:{auto}")
     publish_address(run, "actor", "tcp://0.0.0.0:5551")
     assert published_address(tmp_path, "actor") == f"tcp://{socket.gethostname()}:5551"
-
-
-def test_a_launcher_may_bring_its_own_address_book(tmp_path: Path) -> None:
-    class Memory(DirectoryBook):
-        def __init__(self) -> None:
-            self.known: dict[str, str] = {}
-
-        def publish(self, logdir: Path, name: str, address: str) -> None:
-            self.known[name] = address
-
-        def find(self, logdir: Path, name: str) -> str:
-            return self.known.get(name, "")
-
-    run = small_run(tmp_path)
-    use_book(Memory())
-    try:
-        publish_address(run, "logger", "tcp://10.0.0.1:1")
-        found = find_server(run, "logger")
-        assert not isinstance(found, str)
-        assert found() == "tcp://10.0.0.1:1"
-        assert not (tmp_path / "addresses").exists()
-    finally:
-        use_book(DirectoryBook())
 
 
 @pytest.mark.parametrize(
@@ -209,7 +184,7 @@ def test_a_signal_that_comes_inside_of_the_event_does_not_hang_the_role(tmp_path
 SLEEPS_THROUGH_IT = """
 import signal, threading
 from dreamfleet.roles.runtime import obey_supervisor, stop_event
-obey_supervisor(threading.Event())
+obey_supervisor()
 stop = stop_event()
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
@@ -220,7 +195,7 @@ print("stopped", flush=True)
 LEAVES = """
 import threading
 from dreamfleet.roles.runtime import obey_supervisor, stop_event, user_code
-obey_supervisor(threading.Event())
+obey_supervisor()
 stop_event(exit_process=True)
 try:
     with user_code:
@@ -232,7 +207,7 @@ finally:
 LEAVES_LATER = """
 import threading
 from dreamfleet.roles.runtime import obey_supervisor, stop_event, user_code
-obey_supervisor(threading.Event())
+obey_supervisor()
 stop = stop_event(exit_process=True)
 changed = threading.Condition()
 with changed:
@@ -286,8 +261,7 @@ def test_a_process_is_left_in_their_code_only() -> None:
 FORKS = """
 import os, signal, threading, time
 from dreamfleet.roles.runtime import obey_supervisor, stop_event
-ending = threading.Event()
-obey_supervisor(ending)
+obey_supervisor()
 stop = stop_event()
 child = os.fork()
 if not child:

@@ -23,10 +23,10 @@ from dreamfleet.replay import Replay, SamplesPerInsert, Shares, make_selector, u
 from dreamfleet.replay.config import Fractions, PriorityConfig, ReplayConfig
 from dreamfleet.replay.positions import Positions
 from dreamfleet.roles.addresses import find_server
-from dreamfleet.roles.lead import Holding, Lead
 from dreamfleet.roles.replay import parallel_replay, together
 from dreamfleet.roles.runtime import StopSignal
-from dreamfleet.roles.shards import Homes, ShardedReplay, replay_client, split_batch
+from dreamfleet.roles.scaling.coordinator import ReplayCoordinator, ShardInfo
+from dreamfleet.roles.scaling.shards import ChunkToShard, ShardedReplay, replay_client, split_batch
 from dreamfleet.transport import Client, RemoteError
 
 ENVS, LENGTH, LONG = 5, 4, 120.0
@@ -136,11 +136,11 @@ def test_two_shards_store_and_draw_what_one_replay_does(tmp_path: Path) -> None:
     rows = {}
     for shards in (1, 2):
         config = sharded(tmp_path / str(shards), shards)
-        homes = Homes()
+        chunk_to_shard = ChunkToShard()
         with (
             running(config),
-            replay_client(config, "samples", 2, homes) as client,
-            replay_client(config, "updates", 2, homes) as updates,
+            replay_client(config, "samples", 2, chunk_to_shard) as client,
+            replay_client(config, "updates", 2, chunk_to_shard) as updates,
         ):
             fill(client)
             # A message that is sent again stores nothing.
@@ -207,7 +207,7 @@ def test_a_shard_that_ends_between_permission_and_batch_costs_neither_batch_nor_
             fleet.end(shard)
             if lost:
                 shutil.rmtree(tmp_path / ("replay-1" if shard else "replay"))
-                if shard:  # with its counts: the lead knows what it had
+                if shard:  # with its counts: the coordinator knows what it had
                     shutil.rmtree(tmp_path / "ckpt" / "replay-1")
             fleet.start(shard)
 
@@ -246,13 +246,13 @@ def test_nonsense_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     config = sharded(tmp_path)
     with (
         running(config),
-        Client(find_server(config, "replay"), "stranger") as lead,
+        Client(find_server(config, "replay"), "stranger") as coordinator,
         replay_client(config, "samples", 2) as client,
     ):
         fill(client)
         for method, args in BAD_CALLS:
             with pytest.raises(RemoteError) as refused:
-                lead.call(method, *args).result(LONG)
+                coordinator.call(method, *args).result(LONG)
             assert refused.value.kind in ("ConfigError", "ArgumentError"), (
                 method,
                 args,
@@ -265,18 +265,18 @@ def test_nonsense_is_refused_and_changes_nothing(tmp_path: Path) -> None:
 def test_a_replay_with_too_few_steps_left_is_filled_again(tmp_path: Path) -> None:
     run: Any = sharded(tmp_path, batch_size=2)
     limiter = SamplesPerInsert(0.5, 8.0, 10, 8.0)
-    lead = Lead(limiter, Positions(None, 0, 2), run, threading.Event())
-    lead.begin({0: Holding(0, 0), 1: Holding(0, 0)})
-    lead.inserted(1, 12)
+    coordinator = ReplayCoordinator(limiter, Positions(None, 0, 2), run, threading.Event())
+    coordinator.begin({0: ShardInfo(0, 0), 1: ShardInfo(0, 0)})
+    coordinator.inserted(1, 12)
     assert limiter.can_sample()
-    assert lead.opened(1, 12, 12) == 12
+    assert coordinator.opened(1, 12, 12) == 12
     assert limiter.can_sample()
-    assert lead.opened(1, 0, 0) == 12
+    assert coordinator.opened(1, 0, 0) == 12
     assert not limiter.can_sample()
-    lead.inserted(1, 22)
+    coordinator.inserted(1, 22)
     assert limiter.can_sample()
     with pytest.raises(ConfigError, match="no shard 2 in a replay of 2"):
-        lead.opened(2, 0, 0)
+        coordinator.opened(2, 0, 0)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
@@ -287,8 +287,10 @@ def test_the_limiters_walk_does_not_depend_on_the_number_of_shards(
     plain = SamplesPerInsert(0.5, 8.0, 10, 8.0)
     limiter = SamplesPerInsert(0.5, 8.0, 10, 8.0)
     positions = Positions(None, 0, shards)
-    lead = Lead(limiter, positions, sharded(tmp_path, shards, batch_size=2), threading.Event())
-    lead.begin({shard: Holding(0, 0) for shard in range(shards)})
+    coordinator = ReplayCoordinator(
+        limiter, positions, sharded(tmp_path, shards, batch_size=2), threading.Event()
+    )
+    coordinator.begin({shard: ShardInfo(0, 0) for shard in range(shards)})
     made, known, walk = [0] * shards, 0, []
     for _ in range(500):
         if plain.can_insert() and (not plain.can_sample() or rng.random() < 0.6):
@@ -297,10 +299,10 @@ def test_the_limiters_walk_does_not_depend_on_the_number_of_shards(
             made[shard] += count
             if shard == 0:
                 positions.stored(made[0])
-            lead.inserted(shard, made[shard])
+            coordinator.inserted(shard, made[shard])
         else:
             plain.sample(2)
-            known = lead.permit(known)
+            known = coordinator.permit(known)
         assert (limiter.size, limiter.avail) == (plain.size, plain.avail)
         walk.append(limiter.avail)
     assert (positions.steps, positions.samples) == (sum(made), known)
@@ -418,14 +420,14 @@ def test_fresh_sequences_come_first_from_whichever_shard_has_them() -> None:
 
 
 def test_where_steps_came_from_is_forgotten_after_a_while() -> None:
-    homes = Homes(most=2)
+    chunk_to_shard = ChunkToShard(most=2)
 
     def stepid(*chunks: int) -> Any:
         return np.array([[chunk] * 20 for chunk in chunks], np.uint8)[None]
 
-    homes.note(1, stepid(1, 1, 2))
-    homes.note(1, stepid(1, 3))
-    assert homes.find(stepid(1, 2, 3, 3)).tolist() == [[1, 0, 1, 1]]
+    chunk_to_shard.note(1, stepid(1, 1, 2))
+    chunk_to_shard.note(1, stepid(1, 3))
+    assert chunk_to_shard.find(stepid(1, 2, 3, 3)).tolist() == [[1, 0, 1, 1]]
 
 
 def test_capacity_is_that_of_all_shards_together(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from view_parts import made_up_run
 
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.fleet.record import FleetRecord, write_record
-from dreamfleet.roles.learner import SAVE_REQUEST, Saver
+from dreamfleet.roles.saver import SAVE_REQUEST, Saver
 from dreamfleet.view import actions
 from dreamfleet.view.frame import with_hint
 from dreamfleet.view.runs import Run

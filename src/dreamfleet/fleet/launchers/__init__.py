@@ -54,9 +54,6 @@ class Worker:
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     ends_run: bool = False
     """Whether the run is over when this worker's function has returned."""
-    needed_at_end: bool = False
-    """Whether those that are stopped before it cannot save without it: it is started again also
-    while the run ends."""
     apart: bool = False
     """Whether it goes to another machine than its like, where a launcher has several."""
     health: Path | Callable[[], HealthRecord] | None = None

@@ -9,8 +9,8 @@ else.
 The pipe stays open. When it ends, the parent is gone, and the worker has two seconds to stop with
 everything that it has started. So nothing is left behind even when the parent is killed. Workers
 have a session of their own, so signals to the parent's process group (Ctrl-C, `timeout`) do not
-reach them. A SIGTERM to all processes of a job (Slurm, systemd) does: a worker waits five seconds
-for the supervisor, which decides who stops when, and ends by itself only if it alone was meant.
+reach them. A SIGTERM to all processes of a job (Slurm, systemd) does: a worker gives the supervisor
+ten seconds to stop the workers in order, then it ends by itself.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ import socket
 import subprocess
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -64,7 +63,6 @@ class LocalLauncher:
     def __init__(self, logdir: Path, args: RunConfig | None = None) -> None:  # noqa: ARG002
         self._logs = logdir / "logs"
         self._payloads: dict[str, bytes] = {}
-        self._workers: weakref.WeakSet[LocalWorker] = weakref.WeakSet()
 
     def __enter__(self) -> Self:
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -78,14 +76,7 @@ class LocalLauncher:
             self._payloads[worker.name] = pickled(worker.name, worker.function)
 
     def start(self, worker: Worker) -> LocalWorker:
-        payload, log_file = self._payloads[worker.name], self.log_file(worker)
-        running = LocalWorker(worker, payload, log_file, before_stop=self._announce_end)
-        self._workers.add(running)
-        return running
-
-    def _announce_end(self) -> None:
-        for worker in list(self._workers):
-            worker.announce_end()
+        return LocalWorker(worker, self._payloads[worker.name], self.log_file(worker))
 
     def log_file(self, worker: Worker) -> Path:
         return self._logs / f"{worker.name}.log"
@@ -96,14 +87,7 @@ class LocalWorker:
 
     error = None  # a process leaves only its output
 
-    def __init__(
-        self,
-        worker: Worker,
-        payload: bytes,
-        log_file: Path,
-        before_stop: Callable[[], None] | None = None,
-    ) -> None:
-        self._before_stop = before_stop or self.announce_end
+    def __init__(self, worker: Worker, payload: bytes, log_file: Path) -> None:
         self.host = socket.gethostname()
         self._log_file = log_file
         self._ended = False
@@ -149,20 +133,10 @@ class LocalWorker:
                 os.killpg(self.pid, signal.SIGKILL)
         return code
 
-    def announce_end(self) -> None:
-        """Tell it that the run ends, and that it will be asked to stop when it is its turn. If it
-        was stopped by SIGSTOP it goes on: the others need it until then."""
-        if self._process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGCONT)
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError, ValueError):  # it has ended
-            self._process.stdin.write(b".")
-            self._process.stdin.flush()
-
     def terminate(self) -> None:
         if self._process.poll() is None:
-            self._before_stop()
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGCONT)  # in case it was stopped by SIGSTOP
             self._process.send_signal(STOP_SIGNAL)
 
     def kill(self) -> None:
@@ -188,9 +162,9 @@ LAUNCHER = LocalLauncher
 
 def run_worker() -> None:
     """What the process of a worker does."""
-    ending, orphaned = threading.Event(), threading.Event()
+    orphaned = threading.Event()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT, also for what it starts
-    obey_supervisor(ending)
+    obey_supervisor()
     faulthandler.enable()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
@@ -201,7 +175,7 @@ def run_worker() -> None:
     sys.path[:] = header["path"]
     setproctitle.setproctitle(header["title"])
     function = cloudpickle.loads(_read(pipe, header["bytes"]))
-    watched = [pipe, Path(header["log"]), ending, orphaned]
+    watched = [pipe, Path(header["log"]), orphaned]
     threading.Thread(target=_watch_parent, args=watched, name="parent", daemon=True).start()
     _wake_with_parent()
     _allow_all_files()
@@ -225,19 +199,12 @@ def _read(pipe: FileIO, size: int) -> bytes:
     return b"".join(parts)
 
 
-def _watch_parent(
-    pipe: FileIO, log_file: Path, ending: threading.Event, orphaned: threading.Event
-) -> None:
-    """Obey the parent, and end when it is gone; meanwhile keep the log small."""
+def _watch_parent(pipe: FileIO, log_file: Path, orphaned: threading.Event) -> None:
+    """End when the parent is gone; meanwhile keep the log small."""
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
-    while True:
-        if not poll.poll(1000 * _LOG_SECONDS):
-            bound_log(log_file)
-        elif pipe.read(1):
-            ending.set()
-        else:
-            break
+    while not poll.poll(1000 * _LOG_SECONDS):
+        bound_log(log_file)
     orphaned.set()
     os.kill(os.getpid(), STOP_SIGNAL)
     threading.Event().wait(_ORPHAN_SECONDS)

@@ -36,7 +36,7 @@ from dreamfleet.config import RunConfig, use_keys
 from dreamfleet.errors import ConfigError, DreamfleetError, import_extra
 from dreamfleet.fleet.launchers import Worker
 from dreamfleet.fleet.launchers.local import LocalWorker, tail
-from dreamfleet.roles.addresses import DirectoryBook, use_book
+from dreamfleet.roles.addresses import use_host
 from dreamfleet.roles.runtime import STOPPED, pickled
 from dreamfleet.transport import Keys, RoleKey, load_key
 
@@ -149,7 +149,7 @@ def _run(keys: Keys | RoleKey | None, host: str, path: Sequence[str], payload: b
     sys.path += [each for each in path if each not in sys.path and Path(each).exists()]
     if keys:
         use_keys(keys)
-    use_book(DirectoryBook(), host)
+    use_host(host)
     cloudpickle.loads(payload)()
 
 

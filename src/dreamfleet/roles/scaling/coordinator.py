@@ -1,8 +1,8 @@
 """What holds the shards of a replay together: the run's counts, and the one limiter.
 
-It lives in the process of the first shard, the lead. A shard that has stored steps tells the lead
-and waits for its reply, so inserts into all shards are held back by one limiter; a learner asks it
-for each batch before it draws from the shards. A replay that is not sharded is a lead alone.
+It lives in the process of the first shard. A shard that has stored steps tells the coordinator and
+waits for its reply, so inserts into all shards are held back by one limiter. A learner asks it for
+each batch before it draws from the shards. A replay of one shard has one, too.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.replay import RateLimitedError, SamplesPerInsert
 from dreamfleet.replay.positions import Positions
 from dreamfleet.roles.checks import Count, Steps
+from dreamfleet.roles.runtime import POLL_SECONDS
 from dreamfleet.transport import Client, Unanswered
 
 log = logging.getLogger(__name__)
 
 _LIMITER_TIMEOUT = 1.0
 _NO_SEQUENCE_SECONDS = 0.1
-_LOOK_SECONDS = 1.0
 
 
-class Holding(NamedTuple):
+class ShardInfo(NamedTuple):
     """What a shard has."""
 
     steps: int
@@ -35,8 +35,8 @@ class Holding(NamedTuple):
     """Steps that it holds now, from wherever they came."""
 
 
-class Leading(Protocol):
-    """What a shard needs of the lead."""
+class Coordinator(Protocol):
+    """What a shard needs of the coordinator."""
 
     def opened(self, shard: int, steps: int, size: int) -> int:
         """A shard was opened and holds this; returns the most steps it was ever heard to have."""
@@ -45,17 +45,9 @@ class Leading(Protocol):
         """A shard has stored so many steps by now; returns when samples are not behind."""
 
 
-class Lead:
+class ReplayCoordinator:
     """The counts and the limiter of a run, as methods that shards and the learner call. Before the
-    lead has heard from every shard, all of them wait.
-
-    Args:
-        limiter: Holds samples and inserts in step.
-        positions: Of the first shard; knows what was heard of the others.
-        args: The number of shards, the size of a batch.
-        stop: Set when the process is asked to stop.
-        sampleable: Whether there is a sequence to sample.
-    """
+    coordinator has heard from every shard, all of them wait."""
 
     def __init__(
         self,
@@ -74,7 +66,7 @@ class Lead:
         self._counted = [0 for _ in self._shards]
         self._sizes = [0 for _ in self._shards]
 
-    def begin(self, holdings: Mapping[int, Holding]) -> None:
+    def begin(self, holdings: Mapping[int, ShardInfo]) -> None:
         """Every shard has said what it holds: recover the limiter, and let calls in."""
         with self._limiter.lock:
             for shard, holding in holdings.items():
@@ -183,25 +175,26 @@ class Lead:
     def raise_position(self, steps: Steps) -> dict[str, int]:
         """The run has made at least this many steps, as a checkpoint of the agent knows."""
         self._wait_for_all()
-        self._limiter.release(False)
+        self._limiter.reopen()
         with self._limiter.lock:
             self._counted[0] += self._positions.raise_to(steps)
         return self.position()
 
-    def grant(self, sequences: Count) -> bool:
-        """Let so many sequences be sampled for which no steps will be collected; returns whether
-        there are enough steps to sample from."""
+    def finish(self, sequences: Count) -> bool:
+        """The actor has stopped: take all steps that are left, and let at least this many sequences
+        be sampled. May be repeated. Returns whether there are enough steps to sample from."""
         self._wait_for_all()
-        with self._limiter.lock:
-            before = self._limiter.avail
-            self._limiter.grant(sequences)
-            self._positions.granted(self._limiter.avail - before)
+        self._limiter.finish(sequences)
         return self._limiter.can_sample()
 
-    def release(self) -> None:
-        """Take all steps that are left at once: the run ends, and learning does not keep up."""
+    def grant(self, sequences: Count) -> bool:
+        """Let at least this many sequences be sampled before the run acts (`pretrain`), which no
+        steps have earned. May be repeated. Returns whether there are enough steps to sample
+        from."""
         self._wait_for_all()
-        self._limiter.release()
+        with self._limiter.lock:
+            self._positions.granted(self._limiter.grant(sequences))
+        return self._limiter.can_sample()
 
     # --- the rest --------------------------------------------------------------------------------
 
@@ -223,7 +216,7 @@ class Lead:
             )
 
     def _wait_for_all(self) -> None:
-        while not self._complete.wait(_LOOK_SECONDS):
+        while not self._complete.wait(POLL_SECONDS):
             if self._stop.is_set():
                 raise Unanswered("The replay is being closed.")
 
@@ -242,8 +235,8 @@ class Lead:
                 return
 
 
-class RemoteLead:
-    """The lead, as another shard sees it. Calls last as long as it is away."""
+class RemoteCoordinator:
+    """The coordinator, as another shard sees it. Calls last as long as it is away."""
 
     def __init__(self, client: Client, stop: threading.Event) -> None:
         self._client, self._stop = client, stop
@@ -256,7 +249,7 @@ class RemoteLead:
 
     def _ask(self, method: str, *args: int) -> Any:
         answer = self._client.call(method, *args)
-        while not answer.wait(_LOOK_SECONDS):
+        while not answer.wait(POLL_SECONDS):
             if self._stop.is_set():
                 raise Unanswered("The replay is being closed.")
         return answer.result()

@@ -1,11 +1,9 @@
-"""Several hosts that learn together: who they are, and how they agree.
+"""Several hosts that learn together: who they are, and how supervisors watch each other.
 
 Every host runs a whole fleet under a supervisor of its own, in a directory of its own (host 0 in
-the run's directory, host 1 in its `hosts/1`). The supervisor of host 0 has a small server, the
-`Meeting`, where hosts find each other. Supervisors say every second that they are there; one that
-is not heard of, or that has failed, ends the run on all hosts, with a sentence that names it.
-Agents say there what they know before each update, and decide alike from what all have said
-(`gather`, `dreamfleet.clock.GlobalClock`).
+the run's directory, host 1 in its `hosts/1`). The supervisor of host 0 serves the `Rendezvous`.
+Supervisors report there every second. A host that is silent or has failed ends the run on all
+hosts, with a sentence that names it. Agents vote there before each update (`scaling.sync`).
 """
 
 from __future__ import annotations
@@ -21,12 +19,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from dreamfleet.clock import Gather, Vote
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.files import atomic_write
 from dreamfleet.settings import Mark
-from dreamfleet.transport import AddressError, Client, Keys, Server, TransportError, load_key
+from dreamfleet.transport import (
+    AddressError,
+    Client,
+    Keys,
+    RoleKey,
+    Server,
+    TransportError,
+    load_key,
+)
 from dreamfleet.transport.address import Address, parse
 
 Say = Callable[[str], None]
@@ -41,8 +46,7 @@ _SILENCE = f"nothing was heard of it for {LOST_SECONDS:g} s"
 _CALL_SECONDS = 5.0
 _GOODBYE_SECONDS = 30.0
 _TOLD_SECONDS = 3.0
-_ON_WAIT_SECONDS = 2.0
-_KEPT = 64  # meetings that are over, for calls that are repeated
+_KEPT = 64  # rounds that are over, for calls that are repeated
 
 
 class HostError(DreamfleetError):
@@ -98,17 +102,17 @@ def _parsed(coordinator: str) -> Address:
     return found
 
 
-def _place(config: RunConfig) -> str:
+def rendezvous_address(config: RunConfig) -> str:
     """Where the hosts meet; empty while host 0 has not said it."""
     if config.coordinator:
         return f"tcp://{config.coordinator}"
     try:
-        return _place_file(config).read_text()
+        return _address_file(config).read_text()
     except OSError:
         return ""
 
 
-def _place_file(config: RunConfig) -> Path:
+def _address_file(config: RunConfig) -> Path:
     return config.run_dir / "hosts" / "address"
 
 
@@ -118,11 +122,21 @@ def _token_file(config: RunConfig) -> Path:
     return config.run_dir / "hosts" / f"token-{config.host_index}"
 
 
+def read_token(config: RunConfig) -> str:
+    """What this host entered with."""
+    return _token_file(config).read_text()
+
+
+def run_key(config: RunConfig) -> Keys | RoleKey:
+    """What opens the rendezvous."""
+    return load_key(_keys_file(config))
+
+
 def _keys_file(config: RunConfig) -> Path:
     return Path(config.keys) if config.keys else config.run_dir / "keys"
 
 
-# --- where hosts meet ----------------------------------------------------------------------------
+# --- the rendezvous on host 0 --------------------------------------------------------------------
 
 
 @dataclass
@@ -146,7 +160,7 @@ class End(NamedTuple):
     """That host."""
 
 
-class Meeting:
+class Rendezvous:
     """What the server of host 0 knows of all hosts. Any thread may call it.
 
     Args:
@@ -159,14 +173,14 @@ class Meeting:
         self._changed = threading.Condition()
         self._hosts: dict[int, _Host] = {}
         self._settings: dict[str, Any] = {}
-        self._rooms: dict[str, dict[int, Any]] = {}
+        self._rounds: dict[str, dict[int, Any]] = {}
         self._failure: tuple[float, int] | None = None
         self._end: End | None = None
 
     def enter(
         self, index: int, name: str, token: str, settings: dict[str, Any]
     ) -> tuple[str, list[int]]:
-        """A host is there; returns why it cannot be used, and whom all still wait for."""
+        """A host is there; returns why it cannot be used, and which hosts are missing."""
         with self._changed:
             if index == 0:
                 self._settings = settings
@@ -218,26 +232,26 @@ class Meeting:
             host = self._hosts.get(index)
             if host is None or host.token != token:
                 raise HostError(_too_late(index))
-            room = self._rooms.setdefault(key, {})
-            room.setdefault(index, said)
+            votes = self._rounds.setdefault(key, {})
+            votes.setdefault(index, said)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: len(room) == self._count or self._end is not None)
-            if len(room) < self._count:
+            self._changed.wait_for(lambda: len(votes) == self._count or self._end is not None)
+            if len(votes) < self._count:
                 assert self._end is not None
                 raise HostError(self._end.sentence)
-            over = [each for each, said in self._rooms.items() if len(said) == self._count]
+            over = [each for each, said in self._rounds.items() if len(said) == self._count]
             for each in over[:-_KEPT]:
-                del self._rooms[each]
-            return [room[each] for each in range(self._count)]
+                del self._rounds[each]
+            return [votes[each] for each in range(self._count)]
 
     def missing(self, key: str) -> list[int]:
         """The hosts that have said nothing under this key yet."""
         with self._changed:
-            room = self._rooms.get(key, {})
-            return [index for index in range(self._count) if index not in room]
+            votes = self._rounds.get(key, {})
+            return [index for index in range(self._count) if index not in votes]
 
     def close(self) -> None:
-        """Wake all hosts that wait."""
+        """End all waits."""
         with self._changed:
             self._end = self._end or End("done", "The run is over.")
             self._changed.notify_all()
@@ -246,7 +260,7 @@ class Meeting:
         """How the run ends, if a host is lost, has failed or was asked to stop.
 
         A host that is lost makes the others fail. So a failure counts when it is known that
-        no host is lost: all were heard of since.
+        none is lost: all were heard of since.
         """
         if self._end is not None:
             return self._end
@@ -300,18 +314,12 @@ def _shared_settings(config: RunConfig) -> dict[str, Any]:
 
 
 class Membership:
-    """This host's place among the others, as its supervisor has it.
-
-    Args:
-        address: Of host 0, for messages.
-        beat: The meeting's `beat` of this host.
-        meeting: The meeting itself, on host 0.
-    """
+    """This host's place among the others, as its supervisor has it."""
 
     def __init__(
-        self, address: str, beat: Callable[[How, str], Any], meeting: Meeting | None = None
+        self, address: str, beat: Callable[[How, str], Any], rendezvous: Rendezvous | None = None
     ) -> None:
-        self._address, self._ask, self._meeting = address, beat, meeting
+        self._address, self._ask, self._rendezvous = address, beat, rendezvous
         self._heard = time.monotonic()
         self._end = End("")
         self._over = threading.Event()
@@ -338,8 +346,8 @@ class Membership:
             time.sleep(BEAT_SECONDS / 4)
             over = self._tell(how, why)
         self._over.set()
-        if self._meeting is not None:
-            while not self._meeting.told() and time.monotonic() < deadline:
+        if self._rendezvous is not None:
+            while not self._rendezvous.told() and time.monotonic() < deadline:
                 time.sleep(BEAT_SECONDS / 4)
         return self._end
 
@@ -370,7 +378,7 @@ class Membership:
 
 
 def _first_line(text: str) -> str:
-    """How a host has failed, without the end of a log that no other host has."""
+    """How a host has failed, without the end of its log, which the others do not have."""
     line = next(iter(text.splitlines()), "").partition(". The end of ")[0]
     return line.rstrip(".")[:300]
 
@@ -387,25 +395,25 @@ def joined(config: RunConfig, say: Say) -> Iterator[Membership | None]:
         return
     token = os.urandom(8).hex()
     if config.host_index == 0:
-        with _served(config) as meeting:
-            _enter(config, token, meeting.enter, say)
-            yield Membership("", partial(meeting.beat, 0, token), meeting)
+        with _served(config) as rendezvous:
+            _enter(config, token, rendezvous.enter, say)
+            yield Membership("", partial(rendezvous.beat, 0, token), rendezvous)
         return
     _wait_for_keys(config, say)
-    keys = load_key(_keys_file(config))
-    with Client(partial(_place, config), "hosts", keys=keys) as client:
+    address = partial(rendezvous_address, config)
+    with Client(address, "hosts", keys=run_key(config)) as client:
 
         def ask(method: str, *args: Any) -> Any:
             return client.call(method, *args).result(_CALL_SECONDS)
 
         _enter(config, token, partial(ask, "enter"), say)
         beat = partial(ask, "beat", config.host_index, token)
-        yield Membership(parse(_place(config)).host, beat)
+        yield Membership(parse(rendezvous_address(config)).host, beat)
 
 
 @contextmanager
-def _served(config: RunConfig) -> Iterator[Meeting]:
-    """The meeting on host 0, which others find while the block runs."""
+def _served(config: RunConfig) -> Iterator[Rendezvous]:
+    """The rendezvous on host 0, which others find while the block runs."""
     path = _keys_file(config)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -415,22 +423,22 @@ def _served(config: RunConfig) -> Iterator[Meeting]:
         wanted = _parsed(config.coordinator)
         # A name may stand for another address here than elsewhere.
         listen = wanted.text if wanted.loopback else f"tcp://0.0.0.0:{wanted.port}"
-    meeting = Meeting(config.hosts)
+    rendezvous = Rendezvous(config.hosts)
     server = Server(listen, "hosts", keys=Keys.load(path))
-    server.bind("enter", meeting.enter, repeatable=True)
-    server.bind("beat", meeting.beat, repeatable=True)
+    server.bind("enter", rendezvous.enter, repeatable=True)
+    server.bind("beat", rendezvous.beat, repeatable=True)
     # Every host in a round, and every host in that of a checkpoint.
-    server.bind("gather", meeting.gather, workers=2 * config.hosts, repeatable=True)
-    server.bind("missing", meeting.missing, repeatable=True)
+    server.bind("gather", rendezvous.gather, workers=2 * config.hosts, repeatable=True)
+    server.bind("missing", rendezvous.missing, repeatable=True)
     server.start(block=False)
     try:
         if not config.coordinator:
             port = parse(server.address).port
-            atomic_write(_place_file(config), f"tcp://{socket.gethostname()}:{port}")
-        yield meeting
+            atomic_write(_address_file(config), f"tcp://{socket.gethostname()}:{port}")
+        yield rendezvous
     finally:
-        _place_file(config).unlink(missing_ok=True)
-        meeting.close()
+        _address_file(config).unlink(missing_ok=True)
+        rendezvous.close()
         server.close()
 
 
@@ -447,7 +455,8 @@ def _enter(config: RunConfig, token: str, enter: Callable[..., Any], say: Say) -
     said, me = "", f"Host {config.host_index} of {config.hosts}"
     mine = (config.host_index, socket.gethostname(), token, _shared_settings(config))
     while True:
-        line = f"{me} waits for host 0, at {_place(config) or 'an address that it has not told'}"
+        where = rendezvous_address(config) or "an address that it has not told"
+        line = f"{me} waits for host 0, at {where}"
         try:
             problem, missing = enter(*mine)
             if problem:
@@ -467,61 +476,3 @@ def _enter(config: RunConfig, token: str, enter: Callable[..., Any], say: Say) -
         time.sleep(BEAT_SECONDS / 4)
     atomic_write(_token_file(config), token)
     say(f"All {config.hosts} hosts are there; this is host {config.host_index}")
-
-
-# --- an agent among others -----------------------------------------------------------------------
-
-
-class Hosts:
-    """The hosts of a run, as the agent of one of them knows them."""
-
-    def __init__(
-        self,
-        count: int = 1,
-        index: int = 0,
-        address: str = "",
-        client: Client | None = None,
-        token: str = "",
-    ) -> None:
-        self.count, self.index, self._token = count, index, token
-        self.address = address
-        """Of host 0, as the others reach it."""
-        self._client = client
-        self._meetings: dict[str, int] = {}
-
-    def gather(
-        self, name: str, said: Vote, on_wait: Callable[[list[int]], object] | None = None
-    ) -> list[Vote]:
-        """What every host says in its next meeting of this name; waits for all of them.
-
-        Args:
-            name: Of the meeting.
-            said: What this host says.
-            on_wait: Called now and then with the hosts that are waited for.
-        """
-        if self._client is None:
-            return [said]
-        number = self._meetings[name] = self._meetings.get(name, 0) + 1
-        key = f"{name}/{number}"
-        asked = self._client.gather(key, self.index, self._token, dict(said))
-        while on_wait and not asked.wait(_ON_WAIT_SECONDS):
-            if missing := self._client.missing(key).result():
-                on_wait(missing)
-        found: list[Vote] = asked.result()
-        return found
-
-    def meeting(self, name: str) -> Gather:
-        """`gather` of one name."""
-        return partial(self.gather, name)
-
-
-@contextmanager
-def hosts_of(config: RunConfig) -> Iterator[Hosts]:
-    """The other hosts, for an agent whose supervisor has met theirs."""
-    if config.hosts <= 1:
-        yield Hosts()
-        return
-    keys, address = load_key(_keys_file(config)), parse(_place(config))
-    token = _token_file(config).read_text()
-    with Client(address.text, "agent-hosts", keys=keys, patience=LOST_SECONDS) as client:
-        yield Hosts(config.hosts, config.host_index, address.host, client, token)

@@ -1,9 +1,9 @@
 """The shards of a replay, used like one replay.
 
-Steps go to the shard of their environment. A batch is drawn in three steps: the lead allows it and
-counts it, the shards say what they have to draw from, and each is asked for its part of the batch.
-Only the first one counts anything, and it may be asked again; so a shard that dies at any moment
-costs a wait, and neither a batch nor a count.
+Steps go to the shard of their environment. A batch is drawn in three steps: the coordinator allows
+it and counts it, the shards say what they have to draw from, and each is asked for its part of the
+batch. Only the first step counts anything, and it may be repeated. So the death of a shard costs a
+wait, and neither a batch nor a count.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Reply(Protocol):
 
 
 def replay_client(
-    args: RunConfig, name: str, maxinflight: int, homes: Homes | None = None
-) -> Client | ShardedReplay:
+    args: RunConfig, name: str, maxinflight: int, chunk_to_shard: ChunkToShard | None = None
+) -> ReplayClient:
     """A client of the run's replay, or of its shards.
 
     Args:
         args: The run.
         name: Shown in errors and logs.
         maxinflight: Calls without an answer, to each shard.
-        homes: Shared by the clients that sample and that update.
+        chunk_to_shard: Shared by the clients that sample and that update.
     """
     if args.replay_shards > 1:
-        return ShardedReplay(args, name, maxinflight, homes)
+        return ShardedReplay(args, name, maxinflight, chunk_to_shard)
     return Client(find_server(args, "replay"), name, maxinflight, keys=args.run_keys)
 
 
@@ -58,7 +58,7 @@ class ShardedReplay:
     """
 
     def __init__(
-        self, args: RunConfig, name: str, maxinflight: int, homes: Homes | None = None
+        self, args: RunConfig, name: str, maxinflight: int, chunks: ChunkToShard | None = None
     ) -> None:
         self._args, self._name = args, name
         self._clients = [
@@ -70,10 +70,10 @@ class ShardedReplay:
             )
             for shard in range(args.replay_shards)
         ]
-        self._lead = self._clients[0]
-        self._homes = homes or Homes()
+        self._coordinator = self._clients[0]
+        self._chunk_to_shard = chunks or ChunkToShard()
         self._rng = np.random.default_rng([args.host_seed, args.replay_shards])
-        self._known: int | None = None  # samples, as the lead counts them
+        self._known: int | None = None  # samples, as the coordinator counts them
         self._closed = threading.Event()
         self._thread = ThreadPoolExecutor(1, name)
 
@@ -84,8 +84,8 @@ class ShardedReplay:
         return getattr(self, method)(*args)
 
     def connect(self, timeout: float | None = None) -> None:
-        """Wait until the lead answers, which knows of the others."""
-        self._lead.connect(timeout)
+        """Wait until the coordinator answers, which knows of the others."""
+        self._coordinator.connect(timeout)
 
     def stats(self) -> dict[str, float]:
         """Those of all clients: added up, but for the most calls in flight to a shard, and whether
@@ -112,13 +112,16 @@ class ShardedReplay:
     # --- methods of a replay ---------------------------------------------------------------------
 
     def position(self) -> Reply:
-        return self._lead.call("position")
+        return self._coordinator.call("position")
 
     def raise_position(self, steps: int) -> Reply:
-        return self._lead.call("raise_position", steps)
+        return self._coordinator.call("raise_position", steps)
 
-    def grant(self, sequences: int) -> Any:
-        return self._lead.call("grant", sequences)
+    def finish(self, sequences: int) -> Reply:
+        return self._coordinator.call("finish", sequences)
+
+    def grant(self, sequences: int) -> Reply:
+        return self._coordinator.call("grant", sequences)
 
     def add_batch(
         self,
@@ -140,7 +143,7 @@ class ShardedReplay:
 
     def update(self, data: Mapping[str, NDArray[Any]]) -> Reply:
         """Write states back to the shards that the steps came from."""
-        shards = self._homes.find(data["stepid"])
+        shards = self._chunk_to_shard.find(data["stepid"])
         replies = []
         for shard in np.unique(shards).tolist():
             rows = shards == shard
@@ -149,7 +152,7 @@ class ShardedReplay:
         return AllOf(replies)
 
     def sample_batch_train(self, known: int | None = None) -> Reply:
-        del known  # what the lead has permitted is known here
+        del known  # what the coordinator has permitted is known here
         return self._later("train")
 
     def sample_batch_report(self) -> Reply:
@@ -186,17 +189,17 @@ class ShardedReplay:
                 if part := reply.result():  # else its files were lost: the others make up for it
                     parts.append(part)
                     missing -= len(part["stepid"])
-                    self._homes.note(shard, part["stepid"])
+                    self._chunk_to_shard.note(shard, part["stepid"])
         return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
     def _wait_for_permission(self) -> None:
-        """Wait until the lead has counted a batch. It counts one more than the number that we know,
-        so that a question whose answer was lost may be asked again."""
+        """Wait until the coordinator has counted a batch. It counts one more than the number that
+        we know, so that a question whose answer was lost may be asked again."""
         while True:
             known = self._known
             if known is None:
-                known = int(self._lead.call("position").result()["samples"])
-            self._known = int(self._lead.call("permit", known).result())
+                known = int(self._coordinator.call("position").result()["samples"])
+            self._known = int(self._coordinator.call("permit", known).result())
             if self._known == known + self._args.host_batch:
                 return
 
@@ -238,9 +241,9 @@ def split_batch(
     return {shard: split for shard, split in splits.items() if split.batch}
 
 
-class Homes:
-    """Which shard the sequences that were sampled lately came from, by the chunk that they lie in.
-    A chunk never changes its shard. Any thread may call the methods.
+class ChunkToShard:
+    """The shard of each chunk that was sampled lately; it never changes. Any thread may call the
+    methods.
 
     Args:
         most: Chunks that are remembered.
@@ -262,8 +265,8 @@ class Homes:
                 del self._shards[next(iter(self._shards))]
 
     def find(self, stepid: NDArray[np.uint8]) -> NDArray[np.int64]:
-        """The shard of each step. Unknown ones are the lead's, which counts them as
-        steps that are gone."""
+        """The shard of each step. Forgotten ones go to the first shard, which counts them as steps
+        that are gone."""
         chunks, sizes = _runs(stepid)
         with self._lock:
             shards = [self._shards.get(chunk, 0) for chunk in chunks]
@@ -301,3 +304,6 @@ class AllOf:
 def _countdown(timeout: float | None) -> Callable[[], float | None]:
     end = None if timeout is None else time.monotonic() + timeout
     return lambda: None if end is None else max(0.0, end - time.monotonic())
+
+
+ReplayClient = Client | ShardedReplay

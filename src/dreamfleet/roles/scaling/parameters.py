@@ -1,0 +1,193 @@
+"""The learner's side of actors in processes of their own (`scaling.remote_actor`).
+
+While it trains, the learner takes the agent's `policy_state` about once a second, and offers it
+with a version number. Actors ask for it as often, and hear whether the run is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Self, TypedDict
+
+import numpy as np
+
+from dreamfleet.agents.api import Agent, Flat, policy_state
+from dreamfleet.config import RunConfig
+from dreamfleet.roles.addresses import listen_address, publish_address, server_name
+from dreamfleet.roles.checks import Count, Name, Owners, require
+from dreamfleet.roles.progress import OtherActors, Progress
+from dreamfleet.roles.saver import Saver
+from dreamfleet.transport import Caller, Server
+
+log = logging.getLogger(__name__)
+
+_EVERY_SECONDS = 1.0
+_SHARE = 20  # taking and sending parameters may cost the learner one part in so many
+_LOST_SECONDS = 10.0  # an actor reports every second
+_PIECE_BYTES = 128 << 20  # half of what a frame of a message may hold
+
+
+class _Actor(NamedTuple):
+    """What an actor has reported last."""
+
+    busy: bool
+    failures: int
+    env_steps: float
+    present: int
+    seen: float
+
+
+class Report(TypedDict):
+    """What an actor tells the learner."""
+
+    actor: Name
+    source: Name
+    busy: bool
+    reached: bool
+    failures: Count
+    env_steps: float
+    present: Count
+
+
+@contextmanager
+def serve_parameters(
+    agent: Agent, args: RunConfig, progress: Progress, saver: Saver
+) -> Iterator[Callable[[], None]]:
+    """Serve further actors, if the run has any; yields what is called after each update."""
+    if args.actors == 1:
+        yield lambda: None
+        return
+    with ParameterServer(agent, args, progress, lambda: saver.updates) as server:
+        yield server.publish
+
+
+class ParameterServer(OtherActors):
+    """The learner's parameters, for the actors of other processes."""
+
+    def __init__(
+        self, agent: Agent, args: RunConfig, progress: Progress, updates: Callable[[], int]
+    ) -> None:
+        self._agent, self._args, self._progress, self._updates = agent, args, progress, updates
+        self._id = uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._actors: dict[str, _Actor] = {}
+        self._offer: dict[str, Any] = {"learner": self._id, "version": 0}
+        self._due = 0.0
+        self._server = Server(listen_address(args, "learner"), "learner", keys=args.server_keys)
+        server = self._server
+        self._names = [server_name("actor", number) for number in range(args.actors)]
+        self._owners = Owners(
+            lambda connection: server.between_calls(lambda: server.connected(connection))
+        )
+        self._server.bind("report", self.report, pass_caller=True)
+        self._server.bind("parameters", self.parameters, workers=1)
+
+    def __enter__(self) -> Self:
+        self.publish()
+        self._progress.others = self
+        self._server.start(block=False)
+        publish_address(self._args, "learner", self._server.address)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.close()
+
+    def publish(self) -> None:
+        """Offer the agent's parameters of this moment, if they are new and it is time."""
+        start, updates = time.monotonic(), self._updates()
+        if start < self._due or self._offer.get("updates") == updates:
+            return
+        self._offer = {
+            "learner": self._id,
+            "version": self._offer["version"] + 1,
+            "updates": updates,
+            "state": packed(policy_state(self._agent)),
+            "taken": start,
+        }
+        now = time.monotonic()
+        self._due = now + max(_EVERY_SECONDS, _SHARE * (now - start))
+
+    # --- what actors call ------------------------------------------------------------------------
+
+    def parameters(self) -> dict[str, Any]:
+        """The newest parameters: their `version`, the `updates` that made them, `age` in seconds
+        and `state`."""
+        offer = self._offer
+        return {**offer, "age": time.monotonic() - offer["taken"]}
+
+    def report(self, caller: Caller, message: Report) -> dict[str, Any]:
+        """Note what an actor says of itself; returns where the run is."""
+        require(message["actor"] in self._names[1:], "The run has no such actor.")
+        number, first = np.array([self._names.index(message["actor"])]), np.ones(1, bool)
+        self._owners.claim(caller, number, first, key=message["source"].encode())
+        with self._lock:
+            self._actors[message["actor"]] = _Actor(
+                message["busy"],
+                message["failures"],
+                message["env_steps"],
+                message["present"],
+                time.monotonic(),
+            )
+        progress = self._progress
+        if message["reached"] and not progress.finished.is_set():
+            log.info("The target score of %g is reached.", self._args.target_score)
+            progress.finish()
+        over = progress.finished.is_set() and progress.error is None
+        return {
+            "learner": self._id,
+            "elsewhere": progress.elsewhere,
+            "updates": self._updates(),
+            "version": self._offer["version"],
+            "begun": progress.begun,
+            "finished": over,
+            "stopped": over and progress.stopped,
+        }
+
+    # --- what the agent's process asks -----------------------------------------------------------
+
+    def busy(self) -> bool:
+        with self._lock:
+            since = time.monotonic() - _LOST_SECONDS
+            return any(actor.busy and actor.seen > since for actor in self._actors.values())
+
+    def present(self) -> int:
+        with self._lock:
+            since = time.monotonic() - _LOST_SECONDS
+            return sum(each.present for each in self._actors.values() if each.seen > since)
+
+    def failures(self) -> tuple[int, float]:
+        with self._lock:
+            actors = self._actors.values()
+            return sum(each.failures for each in actors), sum(each.env_steps for each in actors)
+
+
+def packed(state: Flat) -> dict[str, Any]:
+    """A state as it is sent: plain values, arrays, and those that are too large for a frame in
+    pieces."""
+    return {name: _packed(value) for name, value in state.items()}
+
+
+def _packed(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    array = np.asarray(value)
+    if array.nbytes <= _PIECE_BYTES:
+        return array
+    flat, size = np.ravel(array), _PIECE_BYTES // array.itemsize
+    pieces = [flat[start : start + size] for start in range(0, len(flat), size)]
+    return {"shape": list(array.shape), "pieces": pieces}
+
+
+def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that `packed` made this of."""
+    return {
+        name: np.concatenate(value["pieces"]).reshape(value["shape"])
+        if isinstance(value, dict)
+        else value
+        for name, value in state.items()
+    }
