@@ -75,35 +75,13 @@ def send(action):
     return False
 
 
-def play(policy, name, episodes):
-    """Stands for your robot, too: episodes in a Gymnasium environment; returns their scores."""
-    import gymnasium
-
-    env, scores = gymnasium.make(name), []
-    for seed in range(episodes):
-        (obs, _), done, score = env.reset(seed=seed), False, 0.0
-        policy.reset()
-        while not done:
-            action = policy({"vector": obs[None]})["action"][0]
-            obs, reward, terminated, truncated, _ = env.step(action)
-            done, score = terminated or truncated, score + float(reward)
-        scores.append(score)
-    return scores
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rate", type=float, help="calls a second")
-    parser.add_argument("--gym", help="play this Gymnasium environment, such as CartPole-v1")
-    parser.add_argument("--episodes", type=int, default=20)
     args = parser.parse_args()
     policy = OnnxPolicy(args.folder)
-    if args.gym:
-        scores = play(policy, args.gym, args.episodes)
-        print(f"{args.gym}: mean score {np.mean(scores):.1f} of {len(scores)} episodes")
-        return
     rate = args.rate or policy.contract.get("control_rate_hz") or 50.0
     busy, due = 0.0, time.monotonic()
     for _ in range(args.steps):
@@ -117,4 +95,5 @@ def main():
     print(f"{args.steps} steps at {rate:g} a second, {1e3 * busy / args.steps:.2f} ms a call")
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -279,9 +279,9 @@ class RunConfig:
     """Directories of runs whose steps a new run starts with."""
     offline: Annotated[tuple[str, ...], _SOURCES] = ()
     """Directories of runs to learn from without environments; `steps` counts updates then."""
-    pretrain: Annotated[Fixed[CountOrZero], _SOURCES] = 0
+    pretrain: Fixed[CountOrZero] = 0
     """Updates that a new run makes with the steps of `prefill` before it acts; 0 for none."""
-    offline_fraction: Annotated[Fixed[Fraction], _SOURCES] = 0.0
+    offline_fraction: Fixed[Fraction] = 0.0
     """Share of every training batch that is drawn from the steps of `prefill`; 0 draws from all
     steps alike."""
     from_checkpoint: Annotated[str, _SOURCES] = ""

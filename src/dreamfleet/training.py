@@ -381,7 +381,7 @@ def _final_evaluation(
     for note in result.notes():
         say(note)
     if problem := no_video or result.video_error:
-        say(f"There is no video of it: {problem}")
+        say(f"No video was recorded: {problem}")
     elif video:
         say(f"Video of its first episode: {path}")
     record(checkpoints.latest() if config.eval_every else None, result)

@@ -33,7 +33,7 @@ SOURCE = Path(dreamfleet.__file__).parent
         ({"from_checkpoint_regex": "actor"}, "from_checkpoint_regex needs from_checkpoint"),
         ({"remote_envs": True}, "remote_envs needs an actor_addr"),
         ({"remote_replay": True}, "remote_replay needs a replay_addr"),
-        ({"envs": 2, "actors": 3}, "actors=3 has more servers than there are environments"),
+        ({"envs": 2, "actors": 3}, "actors=3 exceeds the 2 environments"),
         (
             {"offline": ("runs/a",), "actors": 2},
             "without environments: leave bind, actors",
@@ -79,7 +79,7 @@ def test_every_setting_is_read_and_has_help_and_a_range(path: str) -> None:
 
 
 # Addresses are read by the name of their server.
-READ = settings_read_in_the_source() | {"actor_addr", "learner_addr"}
+READ = settings_read_in_the_source() | {"actor_addr", "learner_addr", "logger_addr"}
 
 
 def test_settings_of_the_agent_stand_under_its_name() -> None:

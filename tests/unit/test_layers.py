@@ -33,7 +33,7 @@ LAYERS = [
     ["agents", "replay", "metrics"],
     ["envs"],
     ["transport"],
-    ["checkpoint", "clock"],
+    ["checkpoint", "clock", "masks"],
     ["spaces"],
     ["files", "formatting", "memory", "settings", "statistics"],
     ["errors"],

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dreamfleet.agents.api import AgentBase, Arrays, Carry, Flat, Mode
 from dreamfleet.agents.errors import StateMismatchError
 from dreamfleet.agents.registry import AgentType
-from dreamfleet.envs.masks import ACTION_MASK, ActionMask, EmptyMasks
+from dreamfleet.masks import ACTION_MASK, ActionMask, EmptyMasks
 from dreamfleet.spaces import Space
 
 

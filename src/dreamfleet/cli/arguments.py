@@ -132,7 +132,7 @@ def parse(
         return values
     flag = rest[0].partition("=")[0]
     if not flag.startswith("-"):
-        raise ConfigError(f"{rest[0]!r} belongs to no option. See --help.")
+        raise ConfigError(f"Unexpected argument {rest[0]!r}. See --help.")
     flags = {option.path: option.flag for option in (*others, *options)}
     close = closest_setting(flag, flags)
     hint = f"Did you mean {flags[close]}?" if close else "See --help."

@@ -29,7 +29,7 @@ def resume(arguments: Sequence[str]) -> None:
             read_config(Path(word))  # says so if there is no run
             training.train(["--logdir", word, *rest])
             return
-    raise ConfigError("Say which run it is: dreamfleet resume LOGDIR.")
+    raise ConfigError("Name the run: dreamfleet resume LOGDIR.")
 
 
 def options_of(_: Sequence[str]) -> list[Option]:

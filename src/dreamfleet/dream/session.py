@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from dreamfleet.agents.api import Arrays
 from dreamfleet.dream.dream import Dream, Imagined
 from dreamfleet.dream.reality import Real, Reality, image_of
-from dreamfleet.envs.masks import ACTION_MASK
 from dreamfleet.errors import ConfigError, DreamfleetError
+from dreamfleet.masks import ACTION_MASK
 from dreamfleet.metrics.frames import encode_png
 from dreamfleet.replay.reading import StoredEpisode
 

@@ -30,8 +30,8 @@ from dreamfleet.envs.base import (
     renderer,
     sample_action,
 )
-from dreamfleet.envs.masks import ACTION_MASK, ActionMask
 from dreamfleet.errors import ConfigError, MissingExtraError
+from dreamfleet.masks import ACTION_MASK, ActionMask
 from dreamfleet.spaces import FLAGS, Space, SpaceError, space_differences, without_logs
 
 _FRAMES = 20

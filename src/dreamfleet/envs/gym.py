@@ -39,10 +39,10 @@ from dreamfleet.envs.layouts import (
     layouts_asked,
     vector_note,
 )
-from dreamfleet.envs.masks import ACTION_MASK
 from dreamfleet.envs.registry import check_given, check_name
 from dreamfleet.envs.wrappers import Bounds, affine_actions
 from dreamfleet.errors import ConfigError, MissingExtraError
+from dreamfleet.masks import ACTION_MASK
 from dreamfleet.settings import load_module
 from dreamfleet.spaces import LOG_PREFIX, Space, SpaceError, is_image
 

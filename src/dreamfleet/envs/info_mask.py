@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from dreamfleet.envs.masks import ACTION_MASK
+from dreamfleet.masks import ACTION_MASK
 from dreamfleet.spaces import SpaceError
 
 

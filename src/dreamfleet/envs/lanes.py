@@ -34,9 +34,9 @@ from numpy.typing import NDArray
 from dreamfleet.envs.base import RESERVED, Arrays, Env, EnvError, NotFiniteError, Spaces
 from dreamfleet.envs.gym import GymTranslation, loggable_number, logged_names
 from dreamfleet.envs.layouts import Asked
-from dreamfleet.envs.masks import ActionMask
 from dreamfleet.envs.wrappers import Bounds, CheckSpaces, NormalizeActions, ResizeImages, Wrapper
 from dreamfleet.errors import ConfigError
+from dreamfleet.masks import ActionMask
 from dreamfleet.spaces import LOG_PREFIX, RESET, Space, SpaceError, without_reset
 
 Mask = NDArray[np.bool_]

@@ -19,8 +19,8 @@ from dreamfleet.envs.layouts import (
     layouts_asked,
     vector_note,
 )
-from dreamfleet.envs.masks import ACTION_MASK, ActionMask
 from dreamfleet.errors import ConfigError
+from dreamfleet.masks import ACTION_MASK, ActionMask
 from dreamfleet.spaces import RESET, Space, SpaceError, is_image, without_logs
 
 

@@ -31,7 +31,7 @@ from dreamfleet.agents.dreamer.imagination import Rollout, Targets, imagine
 from dreamfleet.agents.dreamer.train import init_state
 from dreamfleet.agents.dreamer.world_model import mask_loss
 from dreamfleet.envs import make_env
-from dreamfleet.envs.masks import ActionMask
+from dreamfleet.masks import ActionMask
 from dreamfleet.parallel import combined
 
 BUTTON = (

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from dreamfleet.envs import SpaceError, make_env
 from dreamfleet.envs.base import sample_action
 from dreamfleet.envs.info_mask import MaskFromInfo
-from dreamfleet.envs.masks import ActionMask
+from dreamfleet.masks import ActionMask
 
 
 class Picky(gymnasium.Env[Any, Any]):

@@ -73,7 +73,7 @@ def test_settings_of_a_run_that_others_join() -> None:
     ("settings", "words"),
     [
         ({"expect_envs": 9}, "expect_envs=9 waits for more environments than the 8"),
-        ({"bind": "127.0.0.1", "offline": ("run",)}, "bind and offline are mutually exclusive"),
+        ({"bind": "127.0.0.1", "offline": ("run",)}, "without environments: leave bind"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:

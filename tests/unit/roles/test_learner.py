@@ -340,6 +340,8 @@ class Granting:
         self.granted.append(sequences)
         return self
 
+    grant = finish
+
     def add(self, step: int, metrics: Any) -> Granting:
         return self
 

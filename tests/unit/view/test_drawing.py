@@ -331,7 +331,7 @@ def test_failures_are_listed_newest_first(monkeypatch: pytest.MonkeyPatch) -> No
 def test_metrics_are_explained() -> None:
     entry = explain("train/loss/reconstruction/image")
     assert entry is not None
-    assert entry.sentence.startswith("reconstruction error")
+    assert entry.sentence.startswith("squared error")
     exact = explain("actor/policy/updates_behind")
     assert exact is not None
     assert exact.section == "The actor"

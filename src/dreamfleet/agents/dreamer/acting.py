@@ -18,7 +18,7 @@ from dreamfleet.agents.dreamer.heads import Policy, mode_actions, sample_actions
 from dreamfleet.agents.dreamer.interfaces import Encoder
 from dreamfleet.agents.dreamer.layers import cast
 from dreamfleet.agents.dreamer.networks import Networks
-from dreamfleet.envs.masks import ACTION_MASK
+from dreamfleet.masks import ACTION_MASK
 
 
 class ActingNetworks(eqx.Module):

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from dreamfleet.agents.dreamer.config import ModelConfig
-from dreamfleet.envs.masks import ACTION_MASK, ActionMask
+from dreamfleet.masks import ACTION_MASK, ActionMask
 from dreamfleet.spaces import FLAGS, Space, SpaceError, without_logs, without_reset
 
 Spaces = Mapping[str, Space]

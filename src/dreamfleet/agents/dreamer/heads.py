@@ -16,7 +16,7 @@ from dreamfleet.agents.dreamer.config import ModelConfig
 from dreamfleet.agents.dreamer.dynamics import Parts
 from dreamfleet.agents.dreamer.features import IMPOSSIBLE, Feature
 from dreamfleet.agents.dreamer.layers import MLP, Linear
-from dreamfleet.envs.masks import ActionMask
+from dreamfleet.masks import ActionMask
 
 
 class Head(eqx.Module):

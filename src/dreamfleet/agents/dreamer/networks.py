@@ -20,8 +20,8 @@ from dreamfleet.agents.dreamer.interfaces import (
     extra_losses,
     find_network,
 )
-from dreamfleet.envs.masks import ActionMask
 from dreamfleet.errors import ConfigError
+from dreamfleet.masks import ActionMask
 
 
 class Networks(eqx.Module):

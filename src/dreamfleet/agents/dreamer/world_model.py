@@ -25,8 +25,8 @@ from dreamfleet.agents.dreamer.config import LossConfig, ModelConfig
 from dreamfleet.agents.dreamer.dynamics import Observed, Parts, State
 from dreamfleet.agents.dreamer.layers import init_kernel, matmul_parts
 from dreamfleet.agents.dreamer.networks import Networks
-from dreamfleet.envs.masks import ACTION_MASK, ActionMask
 from dreamfleet.errors import ConfigError
+from dreamfleet.masks import ACTION_MASK, ActionMask
 
 
 class Seen(NamedTuple):

@@ -35,8 +35,8 @@ from dreamfleet.agents.dreamer.runtime.saving import (
     select_matching,
     to_flat,
 )
-from dreamfleet.envs.masks import ActionMask, EmptyMasks
 from dreamfleet.errors import ConfigError
+from dreamfleet.masks import ActionMask, EmptyMasks
 from dreamfleet.spaces import FLAGS, Space, without_logs, without_reset
 
 _UNUSED = {*FLAGS} - {"is_first"}

@@ -11,7 +11,7 @@ import pytest
 from dreamfleet import Space
 from dreamfleet.agents import RandomAgent, SpaceError, find_agent
 from dreamfleet.envs.base import RESERVED
-from dreamfleet.envs.masks import ActionMask
+from dreamfleet.masks import ActionMask
 
 ONE = {"action": Space(np.int32, (), 1, 5), "reset": Space(bool)}
 UNEVEN = {"keys": Space(np.int32, (3,), 0, [2, 4, 1]), "reset": Space(bool)}
