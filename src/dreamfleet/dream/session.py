@@ -84,7 +84,6 @@ class Session:
                     "name": name,
                     "discrete": space.discrete,
                     "size": int(np.prod(space.shape)),
-                    "shape": list(space.shape),
                     "choices": [int(n) for n in np.ravel(space.classes)] if space.discrete else [],
                     "low": np.ravel(space.low).tolist(),
                     "high": np.ravel(space.high).tolist(),

@@ -184,7 +184,7 @@ class DreamPage(RunPage):
         self._acts.clear()
         self._buttons, self._sliders, self._keys = [], [], {}
         spaces: list[dict[str, Any]] = self._about["actions"]
-        single = len(spaces) == 1 and spaces[0]["discrete"] and not spaces[0]["shape"]
+        single = len(spaces) == 1 and spaces[0]["discrete"] and spaces[0]["size"] == 1
         self._action = {
             each["name"]: [max(0.0, low) if each["discrete"] else 0.0 for low in each["low"]]
             for each in spaces
