@@ -314,7 +314,7 @@ class Runs:
         with self._lock:
             before = self._attended
             recent = {k: at for k, at in before.items() if start - at < _ATTENTION_SECONDS}
-            self._attended = recent
+            self._attended = recent.copy()  # pages add to it in their own thread
         for name in {name for _, name in before} - {name for _, name in recent} - {""}:
             if name in self._runs:
                 self._runs[name].forget()

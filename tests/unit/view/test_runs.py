@@ -293,6 +293,24 @@ def test_open_pages_choose_what_is_read(tmp_path: Path) -> None:
         run.forget()
 
 
+def test_a_page_may_be_opened_while_runs_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "ab":
+        made_up_run(tmp_path / name)
+    runs = Runs(tmp_path)
+    runs._scan()
+
+    def read(run: Run, *, metrics: bool) -> bool:
+        runs.attend("metrics", "b")
+        return False
+
+    monkeypatch.setattr(Run, "read", read)
+    runs.attend("metrics", "a")
+    assert runs._turn() is not None
+    assert ("metrics", "b") in runs._attended
+
+
 def test_pages_iterate_over_runs_while_another_one_is_found(tmp_path: Path) -> None:
     for name in "ab":
         made_up_run(tmp_path / name)
