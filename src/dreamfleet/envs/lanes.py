@@ -308,7 +308,7 @@ class Lanes(CheckSpaces):
     def step(self, action: Mapping[str, Any]) -> Arrays:
         self.not_finite = None
         obs = super().step(action)
-        if np.any(obs["reward"] == -np.inf):  # a reward is never missing
+        if np.minimum.reduce(obs["reward"]) == -np.inf:  # a reward is never missing
             self._not_finite("reward", -obs["reward"])
         return obs
 
