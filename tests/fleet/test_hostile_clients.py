@@ -171,6 +171,7 @@ class Attack:
             ("logger", "tran", (1, 2, 3, 4, 5), 0),
             ("logger", "gone", (ids.astype(float),), 0),
             ("replay", "finished", ({"train": ("me", -1), "eval": 5},), 0),
+            ("replay", "finished", ({"train": ("me", 1)},), 0),
             ("actor", "act", (5,), 0),
             ("actor", "act", ({},), 2),
             ("actor", "act", ({k: v for k, v in good.items() if k != "is_first"},), 2),

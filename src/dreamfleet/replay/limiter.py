@@ -109,7 +109,7 @@ class SamplesPerInsert:
     def grant(self, count: int) -> float:
         """Allow at least `count` more samples; returns how many were added."""
         with self._changed:
-            before, self._avail = self._avail, max(self._avail, float(count))
+            before, self._avail = self._avail, max(self._avail, count - self.tolerance)
             self._changed.notify_all()
             return self._avail - before
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -260,6 +260,13 @@ def _end() -> None:
     os._exit(1)
 
 
+class Cursors(TypedDict):
+    """Of each buffer, epoch and tick of the newest episode that the logger has written."""
+
+    train: tuple[str, Count]
+    eval: tuple[str, Count]
+
+
 class ReplayService:
     """Both buffers, their streams and the run's positions, as methods that others call. Opening it
     recovers all of them.
@@ -461,15 +468,16 @@ class ReplayService:
         """Write a trained batch's states, and priorities if it has any, back."""
         return self._train.update(data)
 
-    def finished(self, read: dict[str, tuple[str, Count]]) -> dict[str, Any]:
+    def finished(self, read: Cursors) -> dict[str, Any]:
         """The episodes that the logger has not written yet, of both buffers.
 
         Args:
-            read: Of each buffer, epoch and tick of the newest episode that it has written.
+            read: What it has written.
         """
         found: dict[str, Any] = {"steps": self._positions.own, "tick": self._tick}
+        cursors = {"train": read["train"], "eval": read["eval"]}
         for name, buffer in self._buffers.items():
-            epoch, episodes = buffer.finished(*read[name])
+            epoch, episodes = buffer.finished(*cursors[name])
             columns = zip(*episodes, strict=True) if episodes else ((), (), ())
             tick, score, length = (np.array(column, np.float64) for column in columns)
             whole = {"tick": tick.astype(np.int64), "length": length.astype(np.int64)}

@@ -98,7 +98,7 @@ def test_every_size_exists_and_unknown_ones_are_refused() -> None:
         (lambda: OptimizerConfig(beta2=0.99999999), "beta2"),
         (lambda: LossConfig(return_limit=0.0), "return_limit"),
         (lambda: ModelConfig(min_std=1e-30), "min_std"),
-        (lambda: ExecutionConfig(policy_devices=(0, 1)), "one device acts"),
+        (lambda: ExecutionConfig(policy_devices=(0, 1)), "only one acts"),
         (lambda: ExecutionConfig(train_devices=(0, 0)), "names a device twice"),
         (lambda: ExecutionConfig(replay_context=0), "replay_context"),
     ],
