@@ -34,7 +34,7 @@ MAY: dict[str, dict[str, set[str]]] = {
         **{
             name: {"agent"}
             for name in (
-                *("add_batch", "update", "position", "raise_position", "finish"),
+                *("add_batch", "update", "position", "raise_position", "finish", "grant"),
                 *("sample_batch_train", "sample_batch_report", "sample_batch_eval"),
             )
         },
@@ -162,6 +162,7 @@ class Attack:
             ("replay", "update", ({"stepid": np.zeros((1, 20), "u1"), "count": ids[:1]},), 0),
             ("replay", "raise_position", (-1,), 0),
             ("replay", "finish", ("many",), 0),
+            ("replay", "grant", (-1,), 0),
             ("replay", "add_batch", ({}, ids, True, "me", 1), 0),
             ("replay", "add_batch", ({"x": np.full(2, np.nan)}, ids, False, "me", 1), 0),
             ("replay", "add_batch", ({"x": np.ones(2)}, -ids, False, "me", 1), 0),
