@@ -154,6 +154,7 @@ def run_fleet(
                     supervisor.stop("callback")
 
             supervisor.run(on_tick, run.log_every)
+            lines.show(ended=True)
             if raised:
                 raise raised[0]
     finally:

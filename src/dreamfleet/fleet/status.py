@@ -61,8 +61,8 @@ class StatusLines:
         self._look, self._say, self._tell = look, say, tell or say
         self._start = self._memory = ""
 
-    def show(self) -> None:
-        """Look once, and say it."""
+    def show(self, *, ended: bool = False) -> None:
+        """Look once, and say it. At the end, numbers from files are the newest ones."""
         try:
             status = self._look()
         except OSError as error:  # what cannot be shown must not end the run
@@ -77,7 +77,7 @@ class StatusLines:
         if memory and memory != self._memory:
             self._memory = memory
             self._tell(f"Memory for training: {memory}")
-        if status.responding:  # numbers from files are old
+        if status.responding or ended:  # numbers from files are old
             self._say(status.line())
         if status.message:
             self._say(status.message)
