@@ -5,11 +5,11 @@
 
 `run` makes every run of the table below that is not finished, one on each core, at idle priority.
 It may be stopped at any time and started again: runs resume. Each run is an ordinary
-`dreamfleet train`. `write` makes all of `results/` from the runs: a folder for each with its
-scores, settings, command, version, machine and minutes, and README.md with tables and pictures.
+`dreamfleet train`. `write` copies the settings, scores, command, version, machine and minutes of
+each run to `runs/`, and makes README.md and its pictures from these files alone.
 
 Settings were tuned on seeds 100 and up. Reported seeds are 0, 1, 2; every run that was started is
-listed.
+listed. `peers/` holds scores of other programs, each with the command that made them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,27 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dreamfleet.metrics.outputs.jsonl import read_jsonl
-from dreamfleet.plotting import draw, final_score, read_panels, read_scores
+from dreamfleet.config import read_config
+from dreamfleet.errors import MetricsError
+from dreamfleet.plotting import (
+    action_repeat,
+    draw,
+    final_score,
+    published_curve,
+    read_evaluations,
+    read_panels,
+    read_scores,
+)
 from dreamfleet.statistics import mean_interval
 
 HERE = Path(__file__).resolve().parent
+RUNS = HERE / "runs"
 SEEDS = (0, 1, 2)
 
 
@@ -65,6 +76,13 @@ class Entry:
 DMC = ("cartpole_balance", "cartpole_swingup", "walker_stand", "walker_walk", "finger_spin")
 _VISION = ("--env-options", "obs=pixels", "repeat=2")
 _BARLOW = ("--dreamer.loss.representation", "barlow", "--dreamer.loss.reconstruction-scale", "0")
+_REFERENCE = (
+    *("--env-options", "repeat=2", "--batch-size", "8", "--batch-length", "32"),
+    *("--report-length", "32", "--train-ratio", "128", "--envs", "4", "--envs-per-process", "4"),
+    *("--actor-batch", "4", "--dreamer.optimizer.learning-rate", "3e-4"),
+    *("--dreamer.optimizer.warmup", "200", "--dreamer.execution.compute-dtype", "float32"),
+    *("--replay.capacity", "1000000"),
+)
 _ABLATION = partial(
     Entry, "ablation", "dmc:cartpole_swingup", 15_000, preset="dmc_cpu", seeds=(0, 1)
 )
@@ -91,6 +109,7 @@ SUITE = (
             ("barlow", _BARLOW),
         )
     ),
+    Entry("reference", "dmc:cartpole_swingup", 15_000, None, "dmc_proprio", _REFERENCE, (0, 1)),
     _ABLATION(label="imag_last=8"),
     _ABLATION(label="imag_last=all", flags=("--dreamer.loss.imag-last", "0")),
     _ABLATION(label="ratio=32", flags=("--train-ratio", "32")),
@@ -192,72 +211,128 @@ def run(root: Path, groups: Sequence[str], workers: int) -> None:
 
 
 def write(root: Path) -> None:
-    """`results/` anew, from the runs alone."""
-    rows: dict[str, list[str]] = {}
-    kept: dict[str, list[Path]] = {}
+    """`results/` anew: what is kept of the runs, and the page that follows from it."""
     for entry in SUITE:
-        runs = [root / entry.name(seed) for seed in entry.seeds]
-        runs = [each for each in runs if account(each) or (each / "scores.jsonl").is_file()]
-        if not runs:
-            continue
-        for logdir in runs:
-            keep(logdir, HERE / "runs" / logdir.name)
-        scored = [each for each in runs if (each / "scores.jsonl").is_file()]
-        kept.setdefault(entry.group, []).extend(scored)
-        rows.setdefault(entry.group, []).append(row(entry, runs))
-    text = [HEAD]
-    for group, lines in rows.items():
-        draw(read_panels(kept[group]), HERE / f"{group}.png")
-        text += [f"## {group}\n", TABLE, *lines, f"\n![Curves of {group}]({group}.png)\n"]
-    (HERE / "README.md").write_text("\n".join(text))
+        for seed in entry.seeds:
+            keep(root / entry.name(seed), RUNS / entry.name(seed))
+    for group, entries in grouped():
+        scored = [each for entry in entries for each in kept(entry) if evaluated(each) is not None]
+        if scored:
+            draw(read_panels(scored), HERE / f"{group}.png")
+    (HERE / "README.md").write_text(page())
+
+
+def keep(logdir: Path, target: Path) -> None:
+    """What is needed to check a result, without logs, checkpoints and replay."""
+    for name in ("config.json", "scores.jsonl", "evaluations.jsonl", "suite.json"):
+        if (logdir / name).is_file():
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(logdir / name, target / name)
+
+
+def grouped() -> Iterator[tuple[str, list[Entry]]]:
+    """The groups of which something was run."""
+    for group in dict.fromkeys(entry.group for entry in SUITE):
+        entries = [entry for entry in SUITE if entry.group == group and kept(entry)]
+        if entries:
+            yield group, entries
+
+
+def kept(entry: Entry) -> list[Path]:
+    """The runs of an entry that were started."""
+    runs = [RUNS / entry.name(seed) for seed in entry.seeds]
+    return [each for each in runs if each.is_dir()]
+
+
+def page() -> str:
+    """README.md, from the files beside it."""
+    accounts = [account(each) for each in sorted(RUNS.iterdir())]
+    versions = sorted({each["version"] for each in accounts if "version" in each})
+    machines = sorted({each["machine"] for each in accounts if "machine" in each})
+    text = [HEAD.format(versions=", ".join(versions), machines="; ".join(machines))]
+    for group, entries in grouped():
+        text += [f"## {group}\n", ABOUT[group], TABLE, *map(row, entries)]
+        text += [f"\n![Curves of {group}]({group}.png)\n"]
+        text += [f"{line}\n" for line in peers(group)]
+    return "\n".join(text)
 
 
 HEAD = """# Results
 
-Made by `python results/suite.py`, which makes the runs and writes this page. Every run that was
-started is listed. `runs/` holds the settings, command, version, machine and scores of each.
+`python results/suite.py` made the runs and this page. All runs are of commit {versions}
+({machines}). Every run that was started is listed, also those that failed or are not finished.
+`runs/` holds the settings, command, version, machine and scores of each.
+
+The score is the mean of the evaluation at the end of a run (20 episodes), or of the last tenth of
+the training episodes of a run that is not finished. Brackets hold the 95 % interval over seeds (t
+distribution). CPU minutes are the CPU time of all processes of a run; runs shared two cores with
+other work.
 """
+ABOUT = {
+    "cartpole": "`make train`, with ten seeds.\n",
+    "minutes": "One setting for vectors (`default`) and one for images (`pixels`).\n",
+    "proprio": "dm_control from states, action repeat 2. Published: mean ± deviation at as many "
+    "frames.\n",
+    "pixels": "Images, with reconstruction and with `representation=barlow` without a decoder.\n",
+    "reference": "The settings of the reference implementation's run in `peers/`.\n",
+    "ablation": "One setting changed at a time.\n",
+}
 TABLE = (
-    "| task | preset | steps | seeds | final evaluation: mean, 95 % interval | each seed | goal | "
-    "reached | CPU minutes of a run |\n|---|---|---|---|---|---|---|---|---|"
+    "| task | settings | steps | seeds | score | each seed | goal | reached | published | "
+    "CPU minutes |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
-def row(entry: Entry, runs: Sequence[Path]) -> str:
+def row(entry: Entry) -> str:
     """A line of the table: what all runs of an entry came to."""
+    runs = kept(entry)
     finals = [score for each in runs if (score := evaluated(each)) is not None]
     unfinished = sum(not account(each).get("finished") for each in runs)
     minutes = [account(each).get("cpu_minutes", 0.0) for each in runs]
-    mean = str(mean_interval(finals)) if finals else "-"
-    reached = "-"
+    goal, reached, published = "-", "-", "-"
     if entry.goal is not None:
+        goal = f"{entry.goal:g}"
         reached = f"{sum(score >= entry.goal for score in finals)} of {len(runs)}"
-    note = f" ({unfinished} unfinished)" if unfinished else ""
-    each = ", ".join(f"{score:.4g}" for score in finals)
-    goal = "-" if entry.goal is None else f"{entry.goal:g}"
-    span = f"{min(minutes):.0f} to {max(minutes):.0f}"
+    config = read_config(runs[0])
+    theirs = published_curve(entry.task, config.env_options)
+    there = theirs.at(entry.steps * action_repeat(config)) if theirs else None
+    if there:
+        published = "{:.0f} ± {:.0f}".format(*there)
     cells = (
-        f"`{entry.task}`", entry.preset + " ".join(("", *entry.flags)), f"{entry.steps:,}",
-        f"{len(runs)}{note}", mean, each, goal, reached, span,
-    )  # fmt: skip
+        f"`{entry.task}`",
+        " ".join((entry.preset, *entry.flags)),
+        f"{entry.steps:,}",
+        f"{len(runs)}{f' ({unfinished} unfinished)' if unfinished else ''}",
+        str(mean_interval(finals)) if finals else "-",
+        ", ".join(f"{score:.4g}" for score in finals),
+        goal,
+        reached,
+        published,
+        " to ".join(dict.fromkeys(f"{each:.0f}" for each in (min(minutes), max(minutes)))),
+    )
     return f"| {' | '.join(cells)} |"
 
 
 def evaluated(logdir: Path) -> float | None:
     """The mean of the last evaluation, or of the last tenth of the training episodes."""
-    path = logdir / "evaluations.jsonl"
-    means = [r["mean"] for r in read_jsonl(path) if "mean" in r] if path.is_file() else []
-    if means:
-        return float(means[-1])
-    return final_score(read_scores(logdir)) if (logdir / "scores.jsonl").is_file() else None
+    with suppress(MetricsError):
+        return float(read_evaluations(logdir).score[-1])
+    with suppress(MetricsError):
+        return final_score(read_scores(logdir))
+    return None
 
 
-def keep(logdir: Path, target: Path) -> None:
-    """What is needed to check a result, without logs, checkpoints and replay."""
-    target.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", "scores.jsonl", "evaluations.jsonl", "suite.json"):
-        if (logdir / name).is_file():
-            shutil.copyfile(logdir / name, target / name)
+def peers(group: str) -> Iterator[str]:
+    """What other programs scored, as `peers/` has it."""
+    for path in sorted((HERE / "peers").glob("*/peer.json")):
+        about = json.loads(path.read_text())
+        if about["group"] == group:
+            score = final_score(read_scores(path.parent))
+            yield (
+                f"`peers/{path.parent.name}`: {about['name']}, seed {about['seed']}, "
+                f"{score:.4g} in the last tenth of {about['steps']:,} steps, "
+                f"{about['cpu_minutes']:.0f} CPU minutes."
+            )
 
 
 def main() -> None:

@@ -32,6 +32,8 @@ class Estimate:
     high: float
 
     def __str__(self) -> str:
+        if math.isnan(self.low):  # of one run
+            return f"{self.value:.4g}"
         return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}]"
 
 
