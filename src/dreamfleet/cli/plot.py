@@ -12,6 +12,7 @@ from rich.table import Table
 from dreamfleet.cli.console import say
 from dreamfleet.formatting import readable
 from dreamfleet.plotting import Panel, aggregates, draw, final_score, read_panels
+from dreamfleet.statistics import mean_interval
 from dreamfleet.sweep import runs_of
 
 
@@ -50,11 +51,13 @@ def plot(
 
 def _table(panels: Sequence[Panel]) -> Table:
     """The score over the last tenth of each run, and what is published for as many frames."""
-    table = Table("task", "setting", "seeds", "frames", "score", "range", "published", box=None)
+    columns = ("task", "setting", "seeds", "frames", "score", "95 %", "range", "published")
+    table = Table(*columns, box=None)
     for panel in panels:
         for group in panel.groups:
             end = float(group.curve.at[-1])
             scores = [final_score(run.scores) for run in group.runs]
+            mean = mean_interval(scores)
             there = panel.published.at(end) if panel.published else None
             table.add_row(
                 panel.task,
@@ -62,6 +65,7 @@ def _table(panels: Sequence[Panel]) -> Table:
                 f"{group.seeds}" + (f" ({len(scores)} runs)" if len(scores) > group.seeds else ""),
                 readable(end),
                 readable(sum(scores) / len(scores)),
+                f"{mean.low:.4g} to {mean.high:.4g}" if len(scores) > 1 else "",
                 f"{readable(min(scores))} to {readable(max(scores))}" if len(scores) > 1 else "",
                 f"{there[0]:.0f} ± {there[1]:.0f}" if there else "",
             )

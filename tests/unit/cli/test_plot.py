@@ -37,7 +37,15 @@ def test_seeds_are_one_curve_and_settings_another(
     out = tmp_path / "new" / "curves.png"
     assert main(["plot", *runs, "--out", str(out)]) == 0
     assert table(capsys) == [
-        ["gym:CartPole-v1", "dreamer, train_ratio=64.0", "3", "30,000", "101", "100 to 102"],
+        [
+            "gym:CartPole-v1",
+            "dreamer, train_ratio=64.0",
+            "3",
+            "30,000",
+            "101",
+            "98.52 to 103.5",
+            "100 to 102",
+        ],
         ["gym:CartPole-v1", "dreamer, train_ratio=8.0", "1", "30,000", "50"],
     ]
     data = out.read_bytes()
