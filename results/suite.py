@@ -228,6 +228,9 @@ def keep(logdir: Path, target: Path) -> None:
         if (logdir / name).is_file():
             target.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(logdir / name, target / name)
+    if (config := target / "config.json").is_file():  # where it was made says nothing
+        settings = {**json.loads(config.read_text()), "logdir": f"runs/{target.name}"}
+        config.write_text(json.dumps(settings, indent=1) + "\n")
 
 
 def grouped() -> Iterator[tuple[str, list[Entry]]]:

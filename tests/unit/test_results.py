@@ -33,6 +33,7 @@ def test_every_run_is_of_the_table_and_has_all_its_files(suite: Any) -> None:
         config = json.loads((run / "config.json").read_text())
         assert (config["task"], config["steps"]) == (entry.task, entry.steps)
         assert str(config["seed"]) == run.name.rpartition("_")[2]
+        assert config["logdir"] == f"runs/{run.name}", "no path of a machine is kept"
         if account.get("finished"):
             evaluation = suite.read_evaluations(run)
             assert evaluation.at[-1] >= entry.steps
