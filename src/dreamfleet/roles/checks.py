@@ -213,7 +213,8 @@ class _Plan:
     """Where the values are that have to be looked at, in requests of one signature."""
 
     signature: Signature
-    bounds: list[tuple[int, str, float, float, float]]  # leaf, key, low, high, sum of squares
+    bounds: list[tuple[int, str, float, float, Callable[[NDArray[Any]], Any]]]
+    """Leaf, key, lowest, highest, and a quick look that finds good values good, or nearly all."""
     envid: int
     is_first: int
     is_eval: int
@@ -245,15 +246,9 @@ class ObservationCheck:
     def __call__(self, origin: Origin, request: Request) -> None:
         # Requests that are alike have the same signature, so only values are left to look at.
         plan = self._plans.get(id(request.signature)) or self._make_plan(request)
-        for index, key, low, high, squares in plan.bounds:
+        for index, key, low, high, fits in plan.bounds:
             value = request.leaf(index)
-            if value.size == 1:
-                fits = low <= value.item() <= high
-            elif squares:  # far quicker than a look at each value; too large, or NaN, if one is
-                fits = vdot(value, value) <= squares
-            else:
-                fits = bool(value.min() >= low and value.max() <= high)
-            if not fits:
+            if not (low <= value.item() <= high if value.size == 1 else fits(value)):
                 check_values(key, value, low, high)
         # Last, because a request that is refused takes nothing. The environments of a process do
         # not change from step to step.
@@ -278,7 +273,7 @@ class ObservationCheck:
             _check_type(key, value, space)
             bounds = _bounds(space, value.dtype)
             if bounds and value.size:
-                plan.bounds.append((at[key], key, *bounds, _squares(value.dtype, *bounds)))
+                plan.bounds.append((at[key], key, *bounds, _quick_look(value.dtype, *bounds)))
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
         self._plans[id(request.signature)] = plan
@@ -331,10 +326,15 @@ def _bounds(space: Space | None, dtype: np.dtype[Any]) -> tuple[float, float] | 
     return int(space.low.min()), int(space.high.max()) - 1
 
 
-def _squares(dtype: np.dtype[Any], low: float, high: float) -> float:
-    """A sum of squares that only floats within the bounds have; 0 if there is none."""
-    near = min(-low, high, 1e9)
-    return near * near if near > 0 and dtype.kind == "f" and dtype.itemsize >= 4 else 0.0
+def _quick_look(dtype: np.dtype[Any], low: float, high: float) -> Callable[[NDArray[Any]], Any]:
+    """Whether values are good, found in one pass where that is possible."""
+    near = min(-low, high)
+    if dtype.kind == "f" and dtype.itemsize >= 4 and near > 0:  # NaN fits into nothing
+        return lambda value: vdot(value, value) <= near * near
+    if dtype.kind in "iu" and low == 0:  # those below are large ones without a sign
+        unsigned = np.dtype(f"u{dtype.itemsize}")
+        return lambda value: value.view(unsigned).max() <= high
+    return lambda value: value.min() >= low and value.max() <= high
 
 
 @np.errstate(all="ignore")

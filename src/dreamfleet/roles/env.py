@@ -318,6 +318,7 @@ class RestartedEnv:
         self._attempt = 0
         self._env: Any = None
         self._reset_action: Any = None
+        self._vectorised = False
         self._episode_steps = self._steps = 0
         self._in_a_row = 0
         self.due = 0.0
@@ -339,6 +340,7 @@ class RestartedEnv:
             with user_code:
                 env = self._make(self._envid, **again)
             self._reset_action = getattr(env, "reset_action", None)  # of lanes
+            self._vectorised = self._reset_action is not None
             if self._reset_action is None:
                 self._reset_action = noop(without_reset(env.act_space))
             self._env = env
@@ -359,26 +361,30 @@ class RestartedEnv:
         if self._env is None:
             return None
         self._watchdog.reset()
-        reset = action is None or bool(np.all(action[RESET]))
+        reset = action is None or self._holds(action[RESET], np.all)
         self._health.now("resetting" if reset else "stepping", self._envid)
         self._episode_steps = 0 if reset else self._episode_steps + 1
         try:
             with user_code:
                 obs = self._env.step(self._reset_action if action is None else action)
-            last = bool(np.any(obs["is_last"]))
+            last = self._holds(obs["is_last"], np.any)
         except NotFiniteError as error:
             self._not_finite(error, rebuild=reset)
             return None
         except Exception as error:
             self._failed(error)
             return None
-        if found := getattr(self._env, "not_finite", None):  # in some lanes
+        if self._vectorised and (found := self._env.not_finite):  # in some lanes
             self._not_finite(found, rebuild=False)
         self._steps += 1
         if last or self._steps % PROGRESS_STEPS == 0:
             self._in_a_row = 0
             self._health.progress()
         return obs
+
+    def _holds(self, flag: Any, which: Callable[[Any], Any]) -> bool:
+        """Whether a flag is set, in all or any lanes. numpy takes long for a single one."""
+        return bool(which(flag) if self._vectorised else flag)
 
     @property
     def present(self) -> list[int]:

@@ -23,6 +23,7 @@ from dreamfleet.transport.errors import (
     Timeout,
     TransportError,
 )
+from dreamfleet.transport.prepared import FIRST_NUMBER, PreparedCall
 from dreamfleet.transport.security import Keys, RoleKey
 from dreamfleet.transport.wire import Waker
 
@@ -60,7 +61,7 @@ class Future:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the answer; False if it did not come within `timeout` seconds."""
-        if not self._done:
+        if not self._done and not self._client._receive_reply(self, timeout):
             self._client._progress(lambda: self._done, self._client._deadline(timeout))
         return self._done
 
@@ -96,10 +97,10 @@ class Future:
 
 @dataclass(slots=True)
 class _Request:
-    """A call that has no answer yet. Its value is a copy, because it may have to be sent again when
-    the caller has long reused its arrays."""
+    """A call that has no answer yet. Its value is a block or a copy: it may have to be sent again
+    when the caller has long reused its arrays."""
 
-    value: Encoded
+    value: Encoded | Block
     rows: int
     created: float
     sent_to: int = 0  # the server's incarnation; 0: not sent
@@ -162,7 +163,8 @@ class Client:
         self._closed = False
         self._pending: dict[int, Future] = {}
         self._unseen: deque[str] = deque()  # errors of calls whose answers no caller looked at
-        self._number = 0
+        self._number = FIRST_NUMBER
+        self._prepared: PreparedCall | None = None
         self._welcome: Welcome | None = None
         self._counts: Counter[str] = Counter()
         self._waker = Waker()
@@ -194,7 +196,10 @@ class Client:
         with the same leading axis k, and so is every leaf of the answer. The only argument may be a
         `Block`, which takes less time."""
         if len(args) == 1 and type(args[0]) is Block:
-            return self._send_call(method, args[0].rows, args[0].encoded())
+            block = args[0]
+            return self._send_block(method, block) or self._send_call(
+                method, block.rows, block.encoded()
+            )
         value = encode(args)
         leaves = parse_schema(value.schema).leaves
         rows = leaves[0].shape[0] if leaves and leaves[0].shape else 0
@@ -313,6 +318,27 @@ class Client:
                     f"so {method!r} was not sent."
                 )
 
+    def _send_block(self, method: str, block: Block) -> Future | None:
+        """Send the only call, as it was sent before; None if it needs `_send_call`."""
+        with self._lock:
+            welcome, link, call = self._welcome, self._connection.direct_link(), self._prepared
+            if link is None or welcome is None or self._pending or self._closed:
+                return None
+            if call is None or not call.is_for(block, method, welcome.incarnation):
+                call = self._prepared = PreparedCall(block, method, welcome.incarnation)
+            number = self._number + 1
+            header = call.header(number)
+            if not link.send_prepared(header, block.frames):
+                return None
+            self._number, now = number, time.monotonic()
+            future = self._pending[number] = Future(self, method)
+            future.request = _Request(block, block.rows, now, welcome.incarnation, now)
+            self._counts["requests"] += 1
+            self._counts["bytes_out"] += len(header) + sum(map(len, block.frames))
+            if link.waiting:
+                self._send_later()
+            return future
+
     def _enqueue(self, future: Future, value: Encoded, rows: int) -> Future:
         number, welcome = self._number + 1, self._welcome
         to = welcome.incarnation if welcome else 0
@@ -360,7 +386,8 @@ class Client:
     def _send(self, number: int, future: Future, welcome: Welcome) -> None:
         request: _Request = future.request
         to = welcome.incarnation
-        frames = wire.pack(wire.CALL, number, request.value, to, future.method, request.rows)
+        value = request.value.encoded() if isinstance(request.value, Block) else request.value
+        frames = wire.pack(wire.CALL, number, value, to, future.method, request.rows)
         self._send_frames(request, frames, to)
 
     def _send_frames(self, request: _Request, frames: list[Any], to: int) -> None:
@@ -376,6 +403,35 @@ class Client:
             self._waker.wake()
 
     # --- receiving -------------------------------------------------------------------------------
+
+    def _receive_reply(self, future: Future, timeout: float | None) -> bool:
+        """Wait for the only call's answer, and take it if it is like the one before. False if it
+        needs `_progress`: what has come is something else."""
+        with self._lock:
+            link, pending = self._connection.direct_link(), self._pending
+            if link is None or self._receiving or self._closed or not self._welcome:
+                return False
+            number = self._number
+            if len(pending) != 1 or pending.get(number) is not future:
+                return False
+            limit = self._timeout if timeout is None else timeout
+            self._receiving = True
+            self._lock.release()
+            try:
+                came = self._connection.poll(limit)
+            finally:
+                self._lock.acquire()
+                self._receiving = False
+                self._notify_waiters()
+            if not came:
+                return True
+            value = link.receive_reply(number)
+            if value is None:
+                return False
+            del pending[number]
+            self._counts["replies"] += 1
+            future._resolve(value)
+            return True
 
     def _progress(self, done: Callable[[], bool], deadline: float) -> bool:
         """Move the connection along until `done` or the deadline; returns whether it is done.

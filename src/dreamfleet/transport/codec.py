@@ -394,6 +394,7 @@ class _Parser:
 class Block(dict[str, NDArray[Any]]):
     """Arrays that are filled, and sent as the only argument of a call, again and again. What they
     look like is described once, and the small ones lie in the blob already. Keys stay as they are.
+    They are not filled again before the call was answered, because it may have to be sent again.
 
     Args:
         arrays: What they look like, with a leading axis that all of them share.
@@ -403,15 +404,14 @@ class Block(dict[str, NDArray[Any]]):
         first = encode((dict(arrays),))
         schema = parse_schema(first.schema)
         self.rows = schema.leaves[0].shape[0]
-        self._schema, self._blob = first.schema, bytearray(first.blob)
-        self._frames = [bytearray(frame) for frame in first.frames]
-        super().__init__(
-            (leaf.path[1], _array(leaf, self._blob, self._frames)) for leaf in schema.leaves
-        )
+        self._schema, self.blob = first.schema, bytearray(first.blob)
+        frames = [bytearray(frame) for frame in first.frames]
+        self.frames: list[Buffer] = [memoryview(frame) for frame in frames]
+        super().__init__((leaf.path[1], _array(leaf, self.blob, frames)) for leaf in schema.leaves)
 
     def encoded(self) -> Encoded:
         """What `encode` returns for a tuple with this block."""
-        return Encoded(self._schema, [], bytes(self._blob), [memoryview(f) for f in self._frames])
+        return Encoded(self._schema, [], bytes(self.blob), self.frames)
 
 
 # --- decoding ------------------------------------------------------------------------------------

@@ -182,6 +182,17 @@ class Connection:
         """Have the server greet back, after it has read what was sent before."""
         self.send(wire.pack(wire.HELLO, 0, encode(None)))
 
+    def direct_link(self) -> LocalLink | None:
+        """The link, if it is within the machine and has nothing to do but to carry a call."""
+        link = self._link
+        if type(link) is LocalLink and link.idle and not self.events and self._retry_at == _FOREVER:
+            return link
+        return None
+
+    def poll(self, timeout: float | None) -> bool:
+        """Wait as `sleep` does; returns whether something has come."""
+        return bool(self._poller.poll(None if timeout is None else 1000 * timeout))
+
     def sleep(self, timeout: float) -> None:
         """Wait for something to read, a wake-up or the end of `timeout` seconds. Touches no
         socket, so another thread may send meanwhile."""

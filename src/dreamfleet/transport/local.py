@@ -30,11 +30,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+
 from dreamfleet.transport import wire
 from dreamfleet.transport.address import Address, clean_up, file_identity, prepare
 from dreamfleet.transport.codec import Buffer
 from dreamfleet.transport.errors import AddressError, Disconnected, MessageError
 from dreamfleet.transport.listening import FOREVER, Listener, Origin, Poller
+from dreamfleet.transport.prepared import ReplyLayout
 from dreamfleet.transport.security import RUN, Identity
 from dreamfleet.transport.slab import (
     LEAST_SHARED,
@@ -57,6 +60,8 @@ _SHARED = 1 << 31  # in the size of a frame
 _NO_SLOT = (1 << 32) - 1
 _ALIGN = 16
 _PADDING = bytes(_ALIGN)
+
+_REPLY_START = _HEAD.size + _ALIGN  # of the only frame in a packet
 
 _SOCKET_BYTES = 212_992  # that every Linux grants; packets may have nearly twice that
 _MAX_PACKET = 2 * _SOCKET_BYTES - 4096
@@ -94,6 +99,7 @@ class LocalSocket:
         self._slab_limit = MAX_SLAB // 2 if SHARING else 0  # bytes; a larger slab was denied
         self._view: SlabView | None = None  # of what is received
         self._view_number = 0
+        self._put_back: tuple[bytes, list[tuple[int, int, bytes]]] | None = None
         self.ended = False
         """Whether the other side has closed it, and everything was read."""
 
@@ -137,6 +143,31 @@ class LocalSocket:
         if slab is None or not self._slab_ready or sum(map(len, frames)) < LEAST_SHARED:
             return None
         return slab.fill(frames)
+
+    def send_prepared(self, header: bytes, frames: Sequence[Buffer]) -> bool:
+        """Send a message of the usual size, in few steps; False if it needs `send`."""
+        sizes, paddings, total = _prepared(len(header), tuple(map(len, frames)))
+        if self._outbox or total > self._largest:
+            return False
+        slot = _NO_SLOT
+        parts: list[Buffer] = [b"", sizes, header, paddings[0]]
+        if len(paddings) == 1 and frames:
+            slab = self._slab
+            if slab is None or not self._slab_ready or slab.fill(frames) is None:
+                return False
+            slot = slab.send()
+        else:
+            for frame, padding in zip(frames, paddings[1:], strict=True):
+                parts += (frame, padding)
+        first = _MESSAGE << _KIND_SHIFT | 1 + len(frames)
+        parts[0] = _HEAD.pack(first, self._slab_number, slot, 0)
+        try:
+            self._socket.sendmsg(parts, (), sockets.MSG_NOSIGNAL)
+        except BlockingIOError:
+            self._outbox.append((b"".join(parts), None))
+        except OSError:
+            return False
+        return True
 
     def flush(self) -> None:
         """Send what waits, as far as there is room."""
@@ -220,18 +251,10 @@ class LocalSocket:
     def receive(self) -> list[Buffer] | None:
         """The frames of the next message; an empty list for one that is malformed, None if there is
         none now."""
-        for _ in range(2):
-            try:
-                size, ancillary, _, _ = self._socket.recvmsg_into((self._buffer,), _DESCRIPTORS)
-                break
-            except BlockingIOError:
-                return None
-            except OSError:  # the other side has ended; what it had sent before is still there
-                size, ancillary = 0, []
-        if not size:
-            self.ended = True
+        packet, ancillary = self._put_back or self._receive_packet()
+        self._put_back = None
+        if not packet:
             return None
-        packet = bytes(memoryview(self._buffer)[:size])
         descriptors = list(_descriptors(ancillary)) if ancillary else []
         try:
             return self._take(packet, descriptors)
@@ -240,6 +263,20 @@ class LocalSocket:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
+
+    def _receive_packet(self) -> tuple[bytes, list[tuple[int, int, bytes]]]:
+        """The next packet, and what came with it; empty if there is none now."""
+        for _ in range(2):
+            try:
+                size, ancillary, _, _ = self._socket.recvmsg_into((self._buffer,), _DESCRIPTORS)
+                break
+            except BlockingIOError:
+                return b"", []
+            except OSError:  # the other side has ended; what it had sent before is still there
+                size, ancillary = 0, []
+        if not size:
+            self.ended = True
+        return bytes(memoryview(self._buffer)[:size]), ancillary
 
     def _take(self, packet: bytes, descriptors: list[int]) -> list[Buffer] | None:
         first, number, more, _ = _HEAD.unpack_from(packet)
@@ -301,6 +338,16 @@ def _packed_sizes(sizes: tuple[int, ...]) -> tuple[bytes, int]:
     return words, _HEAD.size + len(words) + inside
 
 
+@lru_cache(maxsize=256)
+def _prepared(header: int, frames: tuple[int, ...]) -> tuple[bytes, tuple[bytes, ...], int]:
+    """For a message with frames of these sizes: the sizes as they stand in its packet, what follows
+    each frame that is inside, and the bytes of the packet."""
+    shared = aligned_total(frames) >= LEAST_SHARED
+    words, total = _packed_sizes((header, *(size | _SHARED * shared for size in frames)))
+    inside = (header, *(() if shared else frames))
+    return words, tuple(_PADDING[: -size % _ALIGN] for size in inside), total
+
+
 def _unpack_frames(packet: bytes, amount: int) -> tuple[list[Buffer], dict[int, int]]:
     """The frames of a message, and the sizes of those that are not inside, by their place.
 
@@ -321,6 +368,14 @@ def _unpack_frames(packet: bytes, amount: int) -> tuple[list[Buffer], dict[int, 
     if start != len(packet):
         raise MessageError("A packet does not have the size that it announces.")
     return frames, shared
+
+
+def _reply_layout(packet: bytes) -> ReplyLayout | None:
+    """The layout of a packet, if it has a single frame."""
+    if len(packet) < _REPLY_START or _HEAD.unpack_from(packet)[0] != _MESSAGE << _KIND_SHIFT | 1:
+        return None
+    end = _REPLY_START + int.from_bytes(packet[_HEAD.size : _HEAD.size + 4], "little")
+    return ReplyLayout.of(packet, _REPLY_START, end) if end <= len(packet) else None
 
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> Iterator[int]:
@@ -513,6 +568,7 @@ class LocalLink(LocalSocket):
         self._change: wire.Change | None = wire.Change(connected=True)
         self._readable = self._watched = self._told = False
         self._poller: Poller | None = None
+        self._layout: ReplyLayout | None = None
 
     def register(self, poller: Poller) -> None:
         self._poller = poller
@@ -554,6 +610,23 @@ class LocalLink(LocalSocket):
             return None
         self._readable = False
         return super().receive()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits to be sent, read or told."""
+        return not (self._outbox or self._readable or self.ended or self._change)
+
+    def receive_reply(self, number: int) -> dict[str, NDArray[Any]] | None:
+        """The reply to this call, if the next packet is like the last reply; None if it needs
+        `receive`."""
+        packet, ancillary = self._receive_packet()
+        if self._layout and (value := self._layout.read(packet, number)) is not None:
+            return value
+        self._readable = True
+        if packet:
+            self._put_back = packet, ancillary
+            self._layout = _reply_layout(packet)
+        return None
 
     def drain(self) -> Iterator[list[Any]]:
         """What the server had sent before it went."""
