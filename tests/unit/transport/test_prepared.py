@@ -56,9 +56,7 @@ def echo() -> Iterator[Echo]:
 
 
 def make_block(rows: int = 1) -> Block:
-    return Block(
-        {"number": np.zeros(rows, np.int32), "image": np.zeros((rows, side, side), np.uint8)}
-    )
+    return Block({"number": np.zeros(rows, np.int32), "image": np.zeros((rows, 80, 80), np.uint8)})
 
 
 def fill(block: Block, number: int) -> Block:
