@@ -72,6 +72,7 @@ def test_blocks_and_their_answers_arrive_whole(echo: Echo, rows: int) -> None:
         for number in range(ROUNDS):  # one of them is answered in another layout
             answer = client.call_block("act", fill(block, number)).result()
             assert answer["twice"].tolist() == rows * [2 * number]
+            assert answer["twice"].dtype == (np.int64 if number == 7 else np.int32)
             assert answer["odd"].tolist() == rows * [number % 2 == 1]
             assert not answer["twice"].flags.writeable
         assert client.stats()["requests"] == client.stats()["replies"] == ROUNDS
