@@ -16,6 +16,16 @@ from typing import Any
 import psutil
 
 _STORE = 80_000_000  # bytes; about the least that Ray takes
+_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    # A node that was killed refuses connections, and counts as lost after five checks.
+    "RAY_health_check_initial_delay_ms": "500",
+    "RAY_health_check_period_ms": "200",
+    # Ray's client server forks while gRPC's threads run. With gRPC's own support for forks the child
+    # sometimes ends with a segmentation fault before it executes its program.
+    "GRPC_ENABLE_FORK_SUPPORT": "0",
+}
 
 
 class Nodes:
@@ -59,7 +69,7 @@ def _node(**resources: float) -> dict[str, Any]:
         "num_cpus": 0,
         "resources": resources,
         "object_store_memory": _STORE,
-        # A process less each: nobody reads its terminal, and nobody adds nodes by itself.
+        # A process less each.
         "include_log_monitor": False,
         "no_monitor": True,
     }
@@ -79,8 +89,7 @@ def cluster(lock: Path) -> Iterator[Nodes]:
 
 @contextmanager
 def _cluster() -> Iterator[Nodes]:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112 - Ray's name for it
+    os.environ.update(_SETTINGS)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     nodes = Nodes()
     try:
