@@ -194,11 +194,6 @@ class Troubled(Paced):
         return super().step(action)
 
 
-def never_made(envid: int) -> Any:
-    """An environment whose start takes for ever."""
-    sleep_for_ever()
-
-
 def sleep_for_ever() -> None:
     while True:
         time.sleep(1000)

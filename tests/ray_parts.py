@@ -22,7 +22,7 @@ _SETTINGS = {
     # A node that was killed refuses connections, and counts as lost after five checks.
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "200",
-    # Ray's client server forks while gRPC's threads run. With gRPC's own support for forks the child
+    # Ray's client server forks while gRPC's threads run. With gRPC's support for forks the child
     # sometimes ends with a segmentation fault before it executes its program.
     "GRPC_ENABLE_FORK_SUPPORT": "0",
 }

@@ -76,7 +76,6 @@ def to_all_processes(pid: int, number: int) -> None:
     [
         pytest.param(signal.SIGTERM, os.kill, id="docker stop"),
         pytest.param(signal.SIGINT, os.killpg, id="Ctrl-C"),
-        pytest.param(signal.SIGTERM, os.killpg, id="timeout"),
         pytest.param(signal.SIGTERM, to_all_processes, id="scancel"),
     ],
 )
