@@ -420,7 +420,6 @@ def stored_steps(directory: Path) -> dict[str, Any]:
     """Every stored step in the order in which they were stored, read back from the files."""
     with Replay(1, 10**6, directory) as replay:
         count = len(replay)
-        assert replay._table is not None
         numbers = np.arange(replay._table.low, replay._table.high)
         slots, indices = replay._table.starts(numbers)
         store = replay._table.store
@@ -456,7 +455,6 @@ print(flush=True)
 time.sleep(600)
 """
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert child.stdout is not None
     child.stdout.readline()  # it has its title
     return make_env("bundled:dummy")
 

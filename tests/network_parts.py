@@ -28,7 +28,6 @@ class Machine:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        assert self._holder.stdout is not None
         if self._holder.stdout.readline() != b"ready\n":
             self.close()
             raise PermissionError(self._said.strip())

@@ -136,7 +136,6 @@ def test_a_supervised_worker_that_fails_is_started_again(
     assert [line.split()[0] for line in lines if "is started again" in line] == ["agent"]
     assert "(RuntimeError: out of coffee)" in lines[0]
     record = read_record(tmp_path)
-    assert record is not None
     assert record.state == "ended"
     assert [(w.name, w.state, w.restarts) for w in record.workers] == [
         ("agent", "ended", 1),
@@ -166,7 +165,6 @@ def test_a_failure_may_end_the_run_and_says_whose_it_was(
         Supervisor([leader, broken], launcher, logdir=tmp_path).run()
     assert "RuntimeError: out of coffee" in str(error.value)
     record = read_record(tmp_path)
-    assert record is not None
     assert record.state == "failed"
     assert {w.state for w in record.workers} == {"ended"}
 

@@ -81,7 +81,6 @@ class Removals:
 
     def _workers(self) -> dict[str, WorkerStatus]:
         record = read_record(self._logdir)
-        assert record is not None
         return {worker.name: worker for worker in record.workers}
 
     def _all_run_and_step(self) -> bool:
@@ -155,7 +154,6 @@ def everything_stored_is_right(logdir: Path) -> None:
     found = stored_streams(logdir / "replay")
     total = sum(len(stream["action"]) for stream in found.values())
     snapshot = Checkpoint(logdir / "ckpt" / "agent").load()
-    assert snapshot is not None
     assert snapshot.step == snapshot.parts["replay"]["steps"] == total
     logged = [row["step"] for row in rows(logdir / "metrics.jsonl")]
     assert logged == sorted(logged)

@@ -169,7 +169,6 @@ def test_first_and_last_flags_of_a_sequence(make: Callable[..., Replay]) -> None
 def check_flags(replay: Replay, tag: int) -> dict[str, bool]:
     """What is stored for a step that is inside, and at the end of, no annotated place."""
     table = replay._table
-    assert table is not None
     where = np.argwhere(table.store.columns["tag"][:1] == tag)[0]
     return {key: bool(table.store.columns[key][tuple(where)]) for key in ("is_first", "is_last")}
 

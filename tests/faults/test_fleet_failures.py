@@ -79,7 +79,6 @@ def test_an_environment_that_raises_again_and_again_costs_its_own_episodes_only(
     assert not any("is started again" in line for line in lines)
     assert "Traceback" in (tmp_path / "logs" / "env-0.log").read_text()
     record = read_record(tmp_path)
-    assert record is not None
     assert [worker.restarts for worker in record.workers] == [0] * len(record.workers)
     found = stored_streams(tmp_path / "replay")
     healthy = found[0]["vector"][:, 1] * 26 + found[0]["vector"][:, 2]
@@ -128,7 +127,6 @@ def test_a_replay_and_an_agent_that_raise_are_started_again(
         starts = [n for n in range(1, len(step)) if step[n] != step[n - 1] + 1]
         assert sum(step[n - 1] != 25 for n in starts) <= 1, "only the agent's end cuts one short"
     snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
-    assert snapshot is not None
     assert snapshot.step == sum(len(stream["action"]) for stream in found.values())
     assert snapshot.parts["agent"]["updates"] == snapshot.parts["run"]["updates"]
 

@@ -109,7 +109,6 @@ def test_agent_replay_and_logger_are_moved_and_found_again(tmp_path: Path) -> No
     assert found.environments == 4
     assert found.rows > 800
     snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
-    assert snapshot is not None
     assert snapshot.step == snapshot.parts["replay"]["steps"] == found.rows
     steps = [row["step"] for row in rows(tmp_path / "metrics.jsonl")]
     assert steps == sorted(steps)

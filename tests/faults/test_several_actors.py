@@ -72,7 +72,6 @@ def counted(logdir: Path) -> tuple[dict[int, dict[str, Any]], int]:
     found = stored_streams(logdir / "replay")
     total = sum(len(stream["action"]) for stream in found.values())
     snapshot = Checkpoint(logdir / "ckpt" / "agent").load()
-    assert snapshot is not None
     assert snapshot.step == snapshot.parts["replay"]["steps"] == total
     logged = [row["step"] for row in rows(logdir / "metrics.jsonl")]
     assert logged == sorted(logged)

@@ -103,7 +103,6 @@ def test_every_command_works(
     monkeypatch.chdir(tmp_path)
     for block in python_blocks("environments.md"):
         name = re.match(r"# (\w+\.py)\n", block)
-        assert name is not None
         (tmp_path / name[1]).write_text(block)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     lines = list(dict.fromkeys(line for where, line in commands() if where == page and line))

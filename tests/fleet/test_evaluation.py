@@ -246,7 +246,6 @@ def test_the_evaluation_at_the_end_is_a_part_of_the_run(folder: Path) -> None:
     assert seen == "evaluating True: Training is over, and the agent is being evaluated."
     assert not (folder / "claimed").exists()
     record = read_record(config.logdir)
-    assert record is not None
     assert record.state == "ended"
     assert logged == [(7, 1.0)]
     assert (config.logdir / "kept").read_text() == "7 1.0\n"
@@ -259,7 +258,6 @@ def test_an_environment_without_an_end_does_not_outlast_its_training(
     monkeypatch.setattr("dreamfleet.evaluation._SAY_SECONDS", 1e-9)
     said: list[str] = []
     result = train(over(folder, "Endless", eval_episodes=3), display=None, say=said.append)
-    assert result is not None
     assert result.lengths == [7, 7, 7]
     assert "3 of 3 episodes did not end within 7 steps (eval_max_steps, or what the" in str(said)
     assert "0 of 3 episodes, 3 steps" in said
@@ -289,7 +287,6 @@ def test_an_interrupted_evaluation_keeps_what_was_played(
     assert (kept["kind"], kept["partial"], kept["returns"]) == ("final", True, [3.0])
     assert not (config.logdir / "metrics.jsonl").exists()
     record = read_record(config.logdir)
-    assert record is not None
     assert record.state == "ended"
     if signal == "int":
         (folder / "second").unlink()
@@ -449,7 +446,6 @@ def test_rounds_while_training_survive_restarts_and_decide_the_best_checkpoint(
     # The end plays a round that it has interrupted, and adds the last point, in all outputs.
     checkpoints = Checkpoint(tmp_path / "ckpt" / "agent")
     newest = checkpoints.load()
-    assert newest is not None
     checkpoints.save(newest.parts, step=newest.step + 10, pending=True)
     checkpoints.save(newest.parts, step=newest.step + 20)
     final = final_evaluation(replace(config, launcher="serial"), 0.0)
@@ -459,5 +455,4 @@ def test_rounds_while_training_survive_restarts_and_decide_the_best_checkpoint(
     assert (last["kind"], last["mean"]) == ("final", final.mean)
     assert rows(tmp_path / "metrics.jsonl")[-1]["eval/score"] == pytest.approx(final.mean)
     rated = checkpoints.load(parts=[])
-    assert rated is not None
     assert (rated.step, rated.score) == (newest.step + 20, final.mean)

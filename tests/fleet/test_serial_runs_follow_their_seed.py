@@ -137,7 +137,6 @@ def test_a_replay_that_was_removed_is_filled_again(
         1 + ("replay" not in removed)
     )
     snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
-    assert snapshot is not None
     assert snapshot.step == snapshot.parts["replay"]["steps"] == 600
     log = (tmp_path / "logs" / "serial.log").read_text()
     assert ("steps less than the run has made" in log) == (removed == ("replay",))

@@ -52,7 +52,6 @@ def running(
     finally:
         process.kill()
         process.wait()
-        assert process.stdout is not None
         process.stdout.close()
 
 
@@ -94,7 +93,6 @@ def test_a_signal_saves_and_leaves_nothing_behind(
         assert process.wait(200) == 130
         assert psutil.wait_procs(children.values(), timeout=60)[1] == []
     snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
-    assert snapshot is not None
     assert snapshot.step > 0
 
 
@@ -132,7 +130,6 @@ def test_a_closed_terminal_saves_and_leaves_nothing_behind(tmp_path: Path) -> No
         process.kill()
         process.wait()
     snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
-    assert snapshot is not None
     assert snapshot.step > 0
 
 
@@ -166,7 +163,6 @@ def test_dreamer_trains_and_resumes(tmp_path: Path) -> None:
         assert "Evaluation: mean score" in done.stdout
         assert f"Results: {tmp_path}" in done.stdout.replace("\n", "")
         snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
-        assert snapshot is not None
         steps.append((snapshot.step, int(snapshot.parts["agent"]["counters/updates"])))
     (first, first_updates), (second, second_updates) = steps
     evaluations = rows(tmp_path / "evaluations.jsonl")

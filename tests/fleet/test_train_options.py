@@ -33,7 +33,6 @@ def test_a_serial_run_ends_at_its_target_and_tells_its_evaluation(tmp_path: Path
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["serial.log"]
     assert not (tmp_path / "media").exists()
     snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
-    assert snapshot is not None
     assert snapshot.step >= 20 * 100
     tags = events(tmp_path / "tensorboard")
     assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= tags.keys()
@@ -78,7 +77,6 @@ def test_python_trains_as_the_command_does(tmp_path: Path) -> None:
     }
     lines: list[str] = []
     result = train(configure(changes), say=lines.append)
-    assert result is not None
     assert result.returns == [10.0, 10.0]
     assert lines[0] == f"Training random on bundled:dummy; everything goes to {tmp_path}"
     assert lines[-1].endswith(f"Results: {tmp_path}")

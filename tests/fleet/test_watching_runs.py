@@ -126,14 +126,12 @@ def test_a_terminal_shows_the_run_and_another_one_sees_the_same(
     assert main(["status", str(tmp_path)]) == 0
     assert "not under way" in capsys.readouterr().out
     record = read_record(tmp_path)
-    assert record is not None
     assert record.state == "ended"
     assert {worker.state for worker in record.workers} == {"ended"}
 
 
 def env_1(watcher: Watcher) -> WorkerStatus:
     status = watcher.look()
-    assert status is not None
     (found,) = (worker for worker in status.workers if worker.name == "env-1")
     return found
 

@@ -65,7 +65,6 @@ def test_every_step_is_stored_once_in_order_with_its_action(
     assert sorted(found) == [0, 1, 2, 3]
     total = check_nothing_lost(found)
     snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
-    assert snapshot is not None
     assert total == snapshot.step >= 600
     scores = rows(tmp_path / "scores.jsonl")
     assert {row["episode/score"] for row in scores} == {2.0}
@@ -144,7 +143,6 @@ def test_priorities_that_the_learner_sends_decide_what_is_sampled(
     fleet = parts(config, make_agent=Prioritising, make_env_train=dummy_with_its_id)
     combined(**fleet, args=config)
     snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
-    assert snapshot is not None
     share = float(snapshot.parts["agent"]["share"])
     # One of four environments; new sequences, whose priority is infinite, still come first.
     assert share > 0.5 if priority else 0.1 < share < 0.4
@@ -157,7 +155,6 @@ def test_a_run_ends_with_the_replay_ratio_that_was_asked_for(tmp_path: Path) -> 
     lines: list[str] = []
     combined(**parts(config, make_agent=CountingAgent), args=config, say=lines.append)
     snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
-    assert snapshot is not None
     updates = snapshot.parts["run"]["updates"]
     assert snapshot.parts["agent"]["updates"] == updates
     assert updates == int(12.0 * snapshot.step / (16 * 6))
@@ -173,5 +170,4 @@ def test_a_run_ends_with_the_replay_ratio_that_was_asked_for(tmp_path: Path) -> 
     # The same again has nothing to make up for, and neither has one whose ratio was raised since.
     combined(**parts(config, make_agent=CountingAgent), args=config)
     again = Checkpoint(tmp_path / "ckpt" / "agent").load()
-    assert again is not None
     assert again.parts["run"]["updates"] == updates
