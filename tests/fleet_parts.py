@@ -162,7 +162,7 @@ class Scored:
 
 
 class Halting:
-    """A dummy that halts at some steps until files say that somebody has looked."""
+    """A dummy that halts at some steps until files let it go on."""
 
     def __init__(self, folder: Path, at: Mapping[int, str], envid: int) -> None:
         self._env = dummy_with_its_id(envid)
@@ -438,7 +438,7 @@ def stored_streams(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file that somebody may be writing: a line without an end is left out."""
+    """The lines of a file that may still be written: a line without an end is left out."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
 

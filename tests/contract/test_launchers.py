@@ -215,7 +215,7 @@ def test_a_process_gets_its_environment_variables(tmp_path: Path) -> None:
     assert "OF_THE_WORKER" not in os.environ
 
 
-def test_a_process_can_be_interrupted_whoever_has_started_it(tmp_path: Path) -> None:
+def test_a_process_can_be_interrupted_also_where_its_parent_ignores_it(tmp_path: Path) -> None:
     """Ray blocks SIGINT in its processes, and what they start has that from them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

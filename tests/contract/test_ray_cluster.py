@@ -111,7 +111,7 @@ def test_nodes_come_and_go_and_the_run_goes_on(ray_cluster: Nodes, tmp_path: Pat
     assert [{again[0]}, set(again[1:3])] == [{"replay"}, {"env-0", "env-2"}], said
     assert "agent" in again[3:], said
     assert "its Ray node" in said
-    # Whoever was not on a lost node went on undisturbed.
+    # Workers on other nodes went on undisturbed.
     for before, after, lost in zip(removals.seen, removals.seen[1:], LOST, strict=False):
         kept = {name for name in before if before[name].pid == after[name].pid}
         assert kept == before.keys() - set(lost), said

@@ -125,7 +125,7 @@ def test_a_replay_that_others_have_started_stays_in_the_address_book(tmp_path: P
     assert not folder.exists()
 
 
-def test_a_machine_that_answers_nothing_is_told_from_one_where_nobody_listens() -> None:
+def test_a_machine_that_answers_nothing_is_told_from_a_closed_port() -> None:
     """As behind a firewall that drops packets: the kernel drops those of connections for which a
     listener has no room."""
     with socket.socket() as listener:

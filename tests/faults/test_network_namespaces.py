@@ -28,7 +28,7 @@ __all__ = ["machines"]
 
 LONG = 240.0
 LINK_DOWN = float(os.environ.get("DREAMFLEET_LINK_DOWN", "0"))
-"""Seconds without a link at least; it is as long as it takes until somebody has noticed."""
+"""Seconds without a link at least; it is as long as it takes until its loss is noticed."""
 LOST = "The agent is lost"
 
 

@@ -153,7 +153,7 @@ def test_an_idle_client_finds_the_successor_with_its_first_call() -> None:
     server.close()
 
 
-def test_a_block_that_lies_about_its_rows_harms_nobody() -> None:
+def test_a_block_that_lies_about_its_rows_harms_no_other_call() -> None:
     server = BatchServer("ipc://{auto}")
     server.bind("act", lambda x: (x * 10, None), batch=4, wait=0.05)
     with server, Client(server.address, timeout=20) as liar, Client(server.address) as good:

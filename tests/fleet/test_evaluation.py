@@ -106,7 +106,7 @@ class Looking(Endless):
 
 
 class Interrupted(Endless):
-    "Episodes of three steps; somebody ends the program in the second one."
+    "Episodes of three steps; the program is ended in the second one."
 
     def step(self, action):
         obs, reward, _, _, info = super().step(action)
@@ -233,7 +233,7 @@ def over(folder: Path, name: str, **settings: Any) -> RunConfig:
 
 
 def test_the_evaluation_at_the_end_is_a_part_of_the_run(folder: Path) -> None:
-    """The status shows it, no second run may begin meanwhile, and its result reaches everybody."""
+    """The status shows it, no second run may begin meanwhile, and its result reaches all outputs."""
     config = over(folder, "Looking", eval_episodes=1)
     logged: list[Any] = []
 
@@ -265,7 +265,7 @@ def test_an_environment_without_an_end_does_not_outlast_its_training(
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """SIGINT is Ctrl-C, also where whoever started the tests in the background ignores it."""
+    """SIGINT is Ctrl-C, also where the tests run in the background and ignore it."""
     before = signals.signal(signals.SIGINT, signals.default_int_handler)
     yield
     signals.signal(signals.SIGINT, before)
@@ -398,7 +398,7 @@ def test_rounds_trust_the_networks_that_the_run_itself_names(
 def test_rounds_while_training_survive_restarts_and_decide_the_best_checkpoint(
     tmp_path: Path,
 ) -> None:
-    """Everybody who takes part in rounds is killed, one after the other; then scores rise, and the
+    """Each process that takes part in rounds is killed, one after the other; then scores rise, and the
     run ends at its target, which rounds decide where there are any."""
     config = small_run(
         tmp_path,

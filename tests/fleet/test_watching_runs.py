@@ -33,7 +33,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Terminal:
-    """A terminal's end that somebody looks at all the time: one that nobody reads gets full."""
+    """The other end of a terminal, which is read all the time: one that is not read gets full."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -140,8 +140,8 @@ def test_a_terminal_shows_why_a_run_stands_still(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the same words as the status from another terminal."""
-    nobody_starts_them = ("--remote-envs", "--actor-addr", resolve("ipc://{auto}"))
-    with on_a_terminal("--logdir", str(tmp_path), *nobody_starts_them) as (_, terminal):
+    never_started = ("--remote-envs", "--actor-addr", resolve("ipc://{auto}"))
+    with on_a_terminal("--logdir", str(tmp_path), *never_started) as (_, terminal):
         reason = "no observation from 2 environments (0, 1) yet"
         terminal.wait_for(re.escape(f"Waiting: {reason}"))
         assert main(["status", str(tmp_path), "--json"]) == 0

@@ -94,7 +94,7 @@ rows = jax.device_put(np.ones(8, np.float32), Placement.of(config().execution, N
 text = jax.jit(looped).lower(rows).compile().as_text()
 assert sum(collectives_in_loops(text).values()) > 0, text
 
-# Devices that nobody chose: as many as a batch splits over.
+# Without a choice of devices: as many as a batch splits over.
 for count, expected in enumerate((1, 2, 2, 4, 4, 4, 4, 8), 1):
     placement = replace(Placement.of(config().execution, jax.devices()[:count]), chosen=False)
     assert placement.fitting(16).count == expected, count

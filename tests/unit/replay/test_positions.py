@@ -174,7 +174,7 @@ TestKills = Kills.TestCase
 
 
 class AtOnce(SamplesPerInsert):
-    """A limiter that lets nobody wait: the machine has one thread, so nobody could end that."""
+    """A limiter that never waits: the machine has one thread, so nothing could end a wait."""
 
     def insert(self, count: int = 1, timeout: float | None = None, who: str = "writer") -> None:
         del timeout

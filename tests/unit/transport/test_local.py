@@ -227,7 +227,7 @@ def test_floats_are_copied_and_images_are_views() -> None:
             np.testing.assert_array_equal(seen[key], array)
 
 
-def test_a_socket_that_is_full_holds_nobody_up() -> None:
+def test_a_socket_that_is_full_holds_no_thread_up() -> None:
     seen: list[int] = []
     server = Server("ipc://{auto}")
     server.bind("note", lambda number, _: seen.append(number))

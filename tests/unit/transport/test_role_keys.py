@@ -175,7 +175,7 @@ def test_a_batch_server_refuses_a_role_before_its_call_joins_a_batch() -> None:
         assert batches == [[1, 3]]
 
 
-def test_without_keys_everybody_may_call_everything(tmp_path: Path) -> None:
+def test_without_keys_every_client_may_call_everything(tmp_path: Path) -> None:
     server = Server(f"ipc://{tmp_path}/s")
     server.bind("own", lambda: 1)
     with server, Client(server.address) as client:
@@ -200,7 +200,7 @@ def test_an_invitation_opens_its_role_until_it_is_revoked() -> None:
         with pytest.raises(RemoteError, match="'env' may not call 'agents'"):
             ann.call("agents").result(60)
         revoked.add("ann")
-        until(lambda: server._loop.counts["ended"] == 2)  # though nobody sends anything
+        until(lambda: server._loop.counts["ended"] == 2)  # though no client sends anything
         for client in (ann, idle):
             with pytest.raises(Disconnected):
                 client.call("open").result(60)
@@ -214,7 +214,7 @@ def test_an_invitation_opens_its_role_until_it_is_revoked() -> None:
             again.connect(1.0)
 
 
-def test_nobody_is_let_in_by_an_answer_that_makes_no_sense() -> None:
+def test_an_identity_that_makes_no_sense_is_refused() -> None:
     key = KEYS.invite("env")
     answers: list[Any] = [
         Identity("run", "ann"),

@@ -1,4 +1,4 @@
-"""Nobody gets in without the key."""
+"""A server with a key serves no client without it."""
 
 from pathlib import Path
 
@@ -113,7 +113,9 @@ def test_strangers_cannot_disturb_the_others() -> None:
             asked = [stranger.ping() for stranger in strangers]
             for _ in range(200):
                 assert friend.ping().result(20) == "pong"
-            assert not any(future.done() for future in asked), "somebody has answered a stranger"
+            assert not any(future.done() for future in asked), (
+                "a client without the key got an answer"
+            )
     finally:
         for stranger in strangers:
             stranger.close(flush=0)
