@@ -233,7 +233,7 @@ def over(folder: Path, name: str, **settings: Any) -> RunConfig:
 
 
 def test_the_evaluation_at_the_end_is_a_part_of_the_run(folder: Path) -> None:
-    """The status shows it, no second run may begin meanwhile, and its result reaches all outputs."""
+    """The status shows it, no second run may begin meanwhile, and all outputs get its result."""
     config = over(folder, "Looking", eval_episodes=1)
     logged: list[Any] = []
 
@@ -398,8 +398,8 @@ def test_rounds_trust_the_networks_that_the_run_itself_names(
 def test_rounds_while_training_survive_restarts_and_decide_the_best_checkpoint(
     tmp_path: Path,
 ) -> None:
-    """Each process that takes part in rounds is killed, one after the other; then scores rise, and the
-    run ends at its target, which rounds decide where there are any."""
+    """Each process that takes part in rounds is killed, one by one; then scores rise, and the run
+    ends at its target, which rounds decide where there are any."""
     config = small_run(
         tmp_path,
         steps=0,
