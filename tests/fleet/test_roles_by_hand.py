@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 from fleet_parts import (
-    dummy_with_its_id,
     parts,
     small_run,
 )
@@ -39,7 +39,7 @@ def test_a_stranger_gets_nothing_from_a_run_with_a_key(tmp_path: Path) -> None:
         raise Enough
 
     with pytest.raises(Enough):
-        combined(**parts(config, make_env_train=dummy_with_its_id), args=config, say=ask)
+        combined(**parts(config, make_env_train=partial(Paced, tmp_path)), args=config, say=ask)
     assert "found no server" in str(seen[0])
     assert "found no server" in str(seen[1])
     assert seen[2] is True
