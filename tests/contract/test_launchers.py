@@ -120,9 +120,7 @@ def test_output_is_that_of_the_last_start_only(launcher: Launcher) -> None:
     assert "an older start" not in running.output()
 
 
-def test_a_supervised_worker_that_fails_is_started_again(
-    launcher: Launcher, tmp_path: Path
-) -> None:
+def test_supervised_worker_that_fails_is_started_again(launcher: Launcher, tmp_path: Path) -> None:
     lines: list[str] = []
     leader = Worker(
         "agent",
@@ -155,9 +153,7 @@ def test_a_worker_that_returns_without_being_asked_is_started_again(
     assert counts.read_text() == "xxx"
 
 
-def test_a_failure_may_end_the_run_and_says_whose_it_was(
-    launcher: Launcher, tmp_path: Path
-) -> None:
+def test_failure_may_end_the_run_and_says_whose_it_was(launcher: Launcher, tmp_path: Path) -> None:
     stop = RestartPolicy(on_failure="stop")
     leader = Worker("agent", "agent", until_stopped, restart=stop, ends_run=True)
     broken = worker("env-0", partial(fail, "out of coffee"), restart=stop)

@@ -191,9 +191,7 @@ def test_calls_run_in_order_and_answers_are_taken_in_any(plain: Plain) -> None:
 
 @EVERY
 @pytest.mark.parametrize("size", [10, 100_000], ids=["small", "large"])
-def test_a_call_made_before_the_server_is_there_waits_for_it(
-    transport: Transport, size: int
-) -> None:
+def test_call_made_before_the_server_is_there_waits_for_it(transport: Transport, size: int) -> None:
     address, keys = absent(transport)
     buffer = np.zeros(size)
     with Client(address, keys=keys) as client:
@@ -935,9 +933,7 @@ def act(client: Client, *numbers: int) -> None:
         assert client.call_block("act", np.array([number])).result(20) == number
 
 
-def test_what_follows_comes_after_the_answers_in_the_order_of_the_batches(
-    transport: Transport,
-) -> None:
+def test_what_follows_comes_after_answers_in_the_order_of_the_batches(transport: Transport) -> None:
     """Two workers, and the first batch is held back until the second has been answered."""
     hold, finished = threading.Event(), threading.Semaphore(0)
     posted: list[int] = []

@@ -78,9 +78,7 @@ def test_a_value_above_the_limits_is_refused_where_it_is_sent(value: Any) -> Non
         assert client.take([1, 2]).result() == 2
 
 
-def test_a_frame_above_the_limit_is_refused_where_it_is_sent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_frame_above_the_limit_is_refused_where_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_MESSAGE", 1 << 20)
     server = Server("ipc://{auto}")
     server.bind("take", lambda value: len(value), repeatable=True)

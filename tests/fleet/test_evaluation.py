@@ -186,9 +186,7 @@ def test_when_all_fail_the_traceback_of_the_environment_is_shown(folder: Path) -
     assert str(caught.value).endswith("RuntimeError: the pole is broken")
 
 
-def test_the_advice_of_an_evaluation_fits_it(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_advice_of_an_evaluation_fits_it(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its environment never begins an episode; a run's setting would not help."""
     run = trained(folder, "Unborn", launcher="serial")
     with pytest.raises(EvaluationError) as caught:
@@ -395,9 +393,7 @@ def test_rounds_trust_the_networks_that_the_run_itself_names(
         Policy.load(tmp_path, agent="random")
 
 
-def test_rounds_while_training_survive_restarts_and_decide_the_best_checkpoint(
-    tmp_path: Path,
-) -> None:
+def test_rounds_while_training_survive_restarts_and_decide_best_checkpoint(tmp_path: Path) -> None:
     """Each process that takes part in rounds is killed, one by one; then scores rise, and the run
     ends at its target, which rounds decide where there are any."""
     config = small_run(

@@ -161,8 +161,6 @@ def test_the_end_of_a_run_is_left_on_the_screen(tmp_path: Path) -> None:
     assert "Traceback" not in text
 
 
-def test_a_directory_without_a_run_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_directory_without_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 jax.config.update("jax_num_cpu_devices", 8)
 sys.path.insert(0, TESTS)
-from agent_worlds import ACTIONS, IMAGE, VECTOR, config, observations, random_batch
+from agent_worlds import ACTIONS, IMAGE as spaces, config, observations, random_batch
 from dataclasses import replace
 from dreamfleet.agents import Dreamer
 from dreamfleet.agents.dreamer.runtime.devices import Placement
@@ -32,7 +32,6 @@ from own_parts import BARLOW, OWN_LOSSES
 kinds = OWN_LOSSES | BARLOW
 base = config
 config = lambda **options: replace(base(**options), loss=replace(base().loss, extra=kinds))
-spaces = VECTOR | IMAGE
 batch = random_batch(spaces, ACTIONS, size=8)
 
 def run(devices, **options):

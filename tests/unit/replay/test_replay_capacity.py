@@ -225,9 +225,7 @@ def test_it_warns_when_the_machine_cannot_hold_it(
 
 
 @pytest.mark.parametrize(("streams", "capacity", "chunk"), [(3, 100, 16), (16, 1000, 64)])
-def test_the_estimated_size_is_right(
-    directory: Path, streams: int, capacity: int, chunk: int
-) -> None:
+def test_estimated_size_is_right(directory: Path, streams: int, capacity: int, chunk: int) -> None:
     with Replay(3, capacity, directory, chunk=chunk) as replay:
         peak = 0.0
         for tag in range(3 * max(chunk, capacity // streams)):
@@ -237,9 +235,7 @@ def test_the_estimated_size_is_right(
         assert peak <= expected.disk <= 1.5 * peak
 
 
-def test_a_batch_that_crosses_many_chunks_follows_each_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_batch_that_crosses_many_chunks_follows_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the steps are twice the work, also when all of them are of one stream."""
     work = []
     for count in (4000, 8000):

@@ -132,9 +132,7 @@ def test_a_journal_that_is_beyond_repair_is_kept_beside_the_new_one(
     assert "is kept as" in caplog.text
 
 
-def test_a_tick_far_above_the_others_does_not_move_a_journal_that_is_made_anew(
-    directory: Path,
-) -> None:
+def test_tick_far_above_others_does_not_move_a_journal_that_is_made_anew(directory: Path) -> None:
     made = history()
     last = sum(len(streams) for _, streams in made.batches[:BATCHES])
     path, row = newest(directory)

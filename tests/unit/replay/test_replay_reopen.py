@@ -254,9 +254,7 @@ def test_no_stream_continues_where_steps_are_missing(tmp_path: Path, damage: str
 
 
 @pytest.mark.parametrize("journal", ["kept", "lost"])
-def test_a_lost_chunk_is_noticed_when_other_streams_wrote_later(
-    tmp_path: Path, journal: str
-) -> None:
+def test_lost_chunk_is_noticed_when_other_streams_wrote_later(tmp_path: Path, journal: str) -> None:
     """No file is damaged and the newest tick is there: only the gap in the ticks tells."""
     with Replay(3, 1000, tmp_path, chunk=5) as replay:
         for tag in range(8):

@@ -272,9 +272,7 @@ def listener(directory: Path, backlog: int | None) -> socket.socket:
     return made
 
 
-def test_the_next_server_removes_what_killed_ones_have_left_and_nothing_else(
-    temporary: Path,
-) -> None:
+def test_next_server_removes_what_killed_ones_have_left_and_nothing_else(temporary: Path) -> None:
     killed = [ServerProcess("ipc://{auto}") for _ in range(2)]
     assert len({folder(each.address) for each in killed}) == 2
     # Of a process that is alive in another container, this one sees an id that no process has.

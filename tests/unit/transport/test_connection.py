@@ -91,9 +91,7 @@ def test_a_connection_that_has_ended_takes_no_message(port: int) -> None:
     waker.close()
 
 
-def test_an_unknown_address_is_asked_for_less_and_less_often(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unknown_address_is_asked_for_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pause is a tenth of the time since the server was lost, and half a second at most."""
     now, asked = [0.0], list[float]()
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))

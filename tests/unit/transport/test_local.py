@@ -84,9 +84,7 @@ def test_frames_arrive_as_they_were_sent(
     other.close()
 
 
-def test_a_view_keeps_its_slot_and_nothing_else_waits(
-    ends: tuple[LocalSocket, LocalSocket],
-) -> None:
+def test_view_keeps_its_slot_and_nothing_else_waits(ends: tuple[LocalSocket, LocalSocket]) -> None:
     one, other = ends
     share(one, other)
     views = []
