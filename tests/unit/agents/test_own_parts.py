@@ -180,9 +180,8 @@ def test_a_sequence_starts_from_the_context_where_no_states_are_stored() -> None
     np.testing.assert_array_equal(sequence.previous["move"], batch["move"][:, context - 1 : -1])
 
 
-@pytest.mark.parametrize("context", [1, 3])
-def test_a_sequence_model_without_stored_states_trains_and_acts(context: int) -> None:
-    settings = forgetful(context)
+def test_a_sequence_model_without_stored_states_trains_and_acts() -> None:
+    context, settings = 3, forgetful(3)
     dreamer = find_agent("dreamer")
     assert dreamer.stored_space(VECTOR, ACTIONS, settings) == {}
     assert dreamer.context(settings) == context
