@@ -206,13 +206,15 @@ def test_call_made_before_the_server_is_there_waits_for_it(transport: Transport,
 
 @EVERY
 def test_many_threads_may_share_a_client(plain: Plain) -> None:
+    """With arrays that fit into a packet, and with such that need shared memory or parts."""
     client = plain.client(maxinflight=4)
     wrong = []
 
     def work(base: int) -> None:
         for number in range(base, base + 50):
-            answer = client.echo(number, np.full(1000, number)).result(30)
-            if answer[0] != number or answer[1][0] != number:
+            array = np.full(100_000 if number % 3 else 10, number % 251, np.uint8)
+            answer = client.echo(number, array).result(30)
+            if answer[0] != number or answer[1].tobytes() != array.tobytes():
                 wrong.append((number, answer))
 
     in_threads(work, 8)

@@ -208,12 +208,3 @@ def test_an_idle_server_uses_no_measurable_cpu() -> None:
             return after.user + after.system - before.user - before.system
 
         assert any(used() < 0.01 * 3 for _ in range(5))
-
-
-def test_a_server_process_ends_and_leaves_no_file() -> None:
-    with server_process() as server:
-        path = server.address.removeprefix("ipc://")
-        assert os.path.exists(path)  # noqa: PTH110 - a socket, not a file
-    assert not os.path.exists(path)  # noqa: PTH110
-    assert not os.path.exists(os.path.dirname(path))  # noqa: PTH110, PTH120
-    assert not psutil.pid_exists(server.pid)
