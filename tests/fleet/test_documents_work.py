@@ -75,7 +75,7 @@ def shortened(words: list[str]) -> list[str]:
     if "--dreamer" in given:  # settings of the agent belong to that agent
         given |= {"--agent", "--eval-episodes"}
         words += ["--dreamer.execution.cache-dir", os.environ["DREAMFLEET_TESTS_CACHE"]]
-        words += ["--eval-episodes", "0", "--dreamer.loss.imag-length", "3"]
+        words += ["--eval-episodes", "0", "--report-every", "0"]
         words += [] if "--dreamer.model" in words else ["--dreamer.model", "debug"]
     return words + [w for flag, value in SHORT.items() if flag not in given for w in (flag, value)]
 

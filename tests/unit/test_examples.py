@@ -79,6 +79,11 @@ def test_the_model_free_agent_learns_cartpole() -> None:
     assert np.mean(loop.scores[-20:]) >= 120
 
 
+CACHE = os.environ["DREAMFLEET_TESTS_CACHE"]
+QUICK = ("--dreamer.execution.cache-dir", CACHE, "--report-every", "0")
+"""Nothing is compiled twice, or for reports."""
+
+
 def run(*arguments: str, cwd: Path = ROOT) -> str:
     """A command of Dreamfleet, as a person would type it in the checkout."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
@@ -115,8 +120,7 @@ def test_a_sequence_model_and_losses_of_ones_own_train_in_a_fleet(tmp_path: Path
     logdir, sizes = tmp_path / "run", ("--envs", "2", "--batch-size", "4", "--batch-length", "8")
     extra = ("examples.own_loss:InverseDynamics=0.1", "examples.own_loss:Contrast=0.01")
     parts = ("--dreamer.model.dynamics", "examples.own_dynamics:MinGRU")
-    cache = ("--dreamer.execution.cache-dir", os.environ["DREAMFLEET_TESTS_CACHE"])
-    flags = (*parts, "--dreamer.loss.extra", *extra, "--dreamer.model", "debug", *cache)
+    flags = (*parts, "--dreamer.loss.extra", *extra, "--dreamer.model", "debug", *QUICK)
     run(
         *("train", "--task", "bundled:catch", "--logdir", str(logdir), *flags, *sizes),
         *("--steps", "200", "--train-ratio", "4", "--eval-episodes", "0", "--log-every", "0.1"),
@@ -144,10 +148,9 @@ def test_an_encoder_of_ones_own_trains(
 ) -> None:
     """Observations that the default encoder does not take, or takes in another way."""
     sizes = ("--envs", "2", "--batch-size", "4", "--batch-length", "8", "--dreamer.model", "debug")
-    cache = ("--dreamer.execution.cache-dir", os.environ["DREAMFLEET_TESTS_CACHE"])
     rates = ("--dreamer.optimizer.learning-rate", "1e-3", "--dreamer.optimizer.warmup", "2")
     said = run(
-        *("train", "--task", f"examples.{module}:make", *options, *sizes, *cache, *rates),
+        *("train", "--task", f"examples.{module}:make", *options, *sizes, *QUICK, *rates),
         *("--dreamer.model.encoder", f"examples.{module}:{encoder}"),
         *("--launcher", "serial", "--train-ratio", "8", "--steps", "300", "--eval-episodes", "1"),
         *("--log-every", "0.1", "--logdir", str(tmp_path)),
