@@ -144,13 +144,6 @@ def free_programs() -> None:
         trim(0)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def programs_are_freed_after_a_module() -> Iterator[None]:
-    yield
-    if "jax" in sys.modules:
-        free_programs()
-
-
 @pytest.fixture(autouse=True)
 def directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test neither resumes a run of the checkout nor leaves one there."""

@@ -57,13 +57,7 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.factories import replay as make_replay
 from dreamfleet.fleet.factories import stream as make_stream
 from dreamfleet.metrics import JsonlOutput, Outputs, read_jsonl
-from dreamfleet.replay import (
-    BatchOrderError,
-    Replay,
-    ReplayConfig,
-    SamplesPerInsert,
-    SchemaError,
-)
+from dreamfleet.replay import BatchOrderError, Replay, ReplayConfig, SamplesPerInsert, SchemaError
 from dreamfleet.replay.positions import Positions
 from dreamfleet.replay.storage.journal import Journal
 from dreamfleet.replay.storage.memory import Arena

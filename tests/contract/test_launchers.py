@@ -31,13 +31,7 @@ from launcher_parts import (
 )
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.fleet.launchers import (
-    LAUNCHERS,
-    Launcher,
-    RestartPolicy,
-    Worker,
-    find_launcher,
-)
+from dreamfleet.fleet.launchers import LAUNCHERS, Launcher, RestartPolicy, Worker, find_launcher
 from dreamfleet.fleet.record import read_record
 from dreamfleet.fleet.supervisor import FleetError, Supervisor
 from dreamfleet.roles.runtime import STOPPED

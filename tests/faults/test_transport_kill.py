@@ -163,9 +163,7 @@ def test_clients_that_are_killed_leave_no_shared_memory_behind() -> None:
             np.testing.assert_array_equal(friend.echo(big).result()[0], big)
 
 
-def test_a_server_that_hangs_is_given_up_by_the_heartbeat(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_server_that_hangs_is_given_up_by_the_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped process answers nothing, but its connections stay open."""
     monkeypatch.setattr("dreamfleet.transport.wire.HEARTBEAT", 200)
     monkeypatch.setattr("dreamfleet.transport.wire.HEARTBEAT_TIMEOUT", 2000)

@@ -13,15 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_parts import (
-    EVERY_STEP,
-    Scored,
-    left_behind,
-    parts,
-    processes_by_title,
-    rows,
-    small_run,
-)
+from fleet_parts import EVERY_STEP, Scored, left_behind, parts, processes_by_title, rows, small_run
 
 from dreamfleet.agents import RandomAgent
 from dreamfleet.checkpoint import Checkpoint

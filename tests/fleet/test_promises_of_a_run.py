@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_parts import (
-    CountingAgent,
-    NeverCompiled,
-    dummy_with_its_id,
-    parts,
-    rows,
-    small_run,
-)
+from fleet_parts import CountingAgent, NeverCompiled, dummy_with_its_id, parts, rows, small_run
 
 from dreamfleet.checkpoint import Checkpoint, Snapshot
 from dreamfleet.config import RunConfig

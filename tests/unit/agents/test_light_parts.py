@@ -36,11 +36,7 @@ SOURCE = Path(dreamfleet.agents.dreamer.__file__).parent
 
 @pytest.mark.parametrize(
     ("size", "vector", "image"),
-    [
-        ("1m", 640_867, 687_875),
-        ("12m", 9_738_019, 10_498_259),
-        ("25m", 21_782_947, 23_495_475),
-    ],
+    [("1m", 640_867, 687_875), ("12m", 9_738_019, 10_498_259), ("25m", 21_782_947, 23_495_475)],
 )
 def test_published_sizes_have_the_published_parameters(size: str, vector: int, image: int) -> None:
     import jax

@@ -115,10 +115,7 @@ def test_losses_that_would_hide_each_other_are_refused(tmp_path: Path, monkeypat
     (tmp_path / "other_parts.py").write_text(
         "from own_parts import Quiet\nclass reward(Quiet):\n    pass\n"
     )
-    for extra in (
-        {"own_parts:Quiet": 1.0, "other_parts:Quiet": 2.0},
-        {"other_parts:reward": 1.0},
-    ):
+    for extra in ({"own_parts:Quiet": 1.0, "other_parts:Quiet": 2.0}, {"other_parts:reward": 1.0}):
         with pytest.raises(ConfigError, match="two losses are called"):
             Dreamer(VECTOR, ACTIONS, with_losses(extra))
 

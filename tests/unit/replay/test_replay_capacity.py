@@ -16,10 +16,7 @@ from replay_history import History, add, open_replay, write_history
 from replay_model import InOrder, ModelReplay, all_items, batch, check_sequences, step, tags
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.replay import (
-    Replay,
-    StorageFullError,
-)
+from dreamfleet.replay import Replay, StorageFullError
 from dreamfleet.replay.storage.memory import Arena
 
 BYTES = 16384
@@ -32,8 +29,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"length": 0}, {"capacity": 0}, {"chunk": 0}, {"max_bytes": 0}],
+    "options", [{"length": 0}, {"capacity": 0}, {"chunk": 0}, {"max_bytes": 0}]
 )
 def test_settings_out_of_range_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError):

@@ -14,12 +14,7 @@ from replay_model import all_items
 
 from dreamfleet.files import COUNTER_WORDS
 from dreamfleet.replay.storage.files import header_bytes, read_chunk
-from dreamfleet.replay.storage.journal import (
-    _COMMITTED_WORD,
-    _HEADER_WORDS,
-    _RECORD_WORDS,
-    Journal,
-)
+from dreamfleet.replay.storage.journal import _COMMITTED_WORD, _HEADER_WORDS, _RECORD_WORDS, Journal
 
 BATCHES = 40
 

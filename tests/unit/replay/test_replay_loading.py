@@ -11,11 +11,7 @@ import pytest
 from replay_history import CHUNK, LENGTH, History, open_replay, write_history
 from replay_model import InOrder, all_items, step, tags
 
-from dreamfleet.replay import (
-    Replay,
-    ReplayError,
-    SchemaError,
-)
+from dreamfleet.replay import Replay, ReplayError, SchemaError
 from dreamfleet.replay.reading import StoredChain
 from dreamfleet.replay.storage.journal import Journal
 from dreamfleet.spaces import Space
@@ -183,10 +179,7 @@ def test_loading_again_that_fails_leaves_what_was_there(
 
 def test_a_stream_that_began_anew_is_not_joined_to_what_it_had(tmp_path: Path) -> None:
     """The other run has lost steps that were never copied."""
-    with (
-        Replay(2, 20, tmp_path, chunk=4) as other,
-        Replay(2, 1000, selector=InOrder()) as replay,
-    ):
+    with Replay(2, 20, tmp_path, chunk=4) as other, Replay(2, 1000, selector=InOrder()) as replay:
         other.add_batch(*tags(range(10)))
         replay.load_directory(tmp_path)
         other.add_batch(*tags(range(10, 60)))

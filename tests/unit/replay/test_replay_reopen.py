@@ -17,13 +17,7 @@ from replay_history import CAPACITY, CHUNK, LENGTH, add, open_replay, write_hist
 from replay_model import InOrder, ModelReplay, all_items, batch, check_sequences, step, tags
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.replay import (
-    BatchOrderError,
-    DirectoryInUseError,
-    Replay,
-    ReplayError,
-    SchemaError,
-)
+from dreamfleet.replay import BatchOrderError, DirectoryInUseError, Replay, ReplayError, SchemaError
 
 
 @pytest.fixture

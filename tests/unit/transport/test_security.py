@@ -22,8 +22,7 @@ def serve(keys: Keys | None) -> Server:
 
 
 @pytest.mark.parametrize(
-    ("server_has", "client_has"),
-    [("key", "none"), ("key", "other"), ("none", "key")],
+    ("server_has", "client_has"), [("key", "none"), ("key", "other"), ("none", "key")]
 )
 def test_without_the_right_key_a_client_gets_nothing(server_has: str, client_has: str) -> None:
     choice = {"key": Keys.generate(), "other": Keys.generate(), "none": None}
