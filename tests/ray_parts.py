@@ -6,7 +6,6 @@ import fcntl
 import importlib
 import os
 import shutil
-import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from fleet_parts import fixed_address
 
 _STORE = 80_000_000  # bytes; about the least that Ray takes
 _SETTINGS = {
@@ -44,8 +44,7 @@ class Nodes:
 
     def client(self) -> str:
         """The address for a program outside of the cluster; it is served from now on."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = int(fixed_address().rpartition(":")[2])
         head = self._cluster.head_node
         head._ray_params.ray_client_server_port = port
         with warnings.catch_warnings():

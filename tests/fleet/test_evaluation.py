@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_parts import EVERY_STEP, Scored, left_behind, parts, processes_by_title, rows, small_run
+from fleet_parts import (
+    EVERY_STEP,
+    Paced,
+    Scored,
+    left_behind,
+    parts,
+    processes_by_title,
+    rows,
+    small_run,
+)
 
 from dreamfleet.agents import RandomAgent
 from dreamfleet.checkpoint import Checkpoint
@@ -411,8 +420,8 @@ def test_rounds_while_training_survive_restarts_and_decide_best_checkpoint(tmp_p
         elif found > rounds and not victims:
             (tmp_path / "go").touch()
 
-    factory = partial(Scored, tmp_path)
-    combined(**parts(config, make_env_eval=factory), args=config, progress=witness)
+    envs = {"make_env_train": partial(Paced, tmp_path), "make_env_eval": partial(Scored, tmp_path)}
+    combined(**parts(config, **envs), args=config, progress=witness)
     found = rows(tmp_path / "evaluations.jsonl")
     assert not victims
     assert len(found) >= 4
