@@ -258,7 +258,7 @@ OPERATIONS = st.one_of(
     max_fraction=st.sampled_from([0.0, 0.5, 1.0]),
     online=st.booleans(),
 )
-@settings(deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_weights_follow_from_the_priorities_of_steps(
     operations: list[tuple[str, int, float]],
     length: int,
