@@ -22,8 +22,9 @@ train: setup ## set up, then train; options such as ARGS='--seed 1'
 	@echo "The command is $(BIN)/dreamfleet; after '. $(BIN)/activate' it is just dreamfleet."
 	@$(BIN)/dreamfleet train $(ARGS)
 
+# Many tests wait for processes, so there are two workers for each of two cores.
 test: setup-dev lint ## set up, then lint, types and tests
-	@$(BIN)/mypy > .mypy.log 2>&1 & types=$$!; $(BIN)/python -m pytest -n 3 --dist worksteal; tests=$$?; \
+	@$(BIN)/mypy > .mypy.log 2>&1 & types=$$!; $(BIN)/python -m pytest -n 4 --dist worksteal; tests=$$?; \
 		wait $$types || { cat .mypy.log; exit 1; }; exit $$tests
 
 test-learning: setup-dev ## CartPole and catch to their scores, two seeds each: half an hour

@@ -30,28 +30,22 @@ class Proxy:
     `delay` may be set at any time, and every method called from any thread.
 
     Args:
-        target: The server's address, such as tcp://127.0.0.1:5551, or a function that returns it;
-            asked at every new connection.
+        target: The server's address, such as tcp://127.0.0.1:5551.
         delay: Seconds that bytes take, each way.
         tap: Is called with the way and the bytes before they are passed on.
     """
 
     def __init__(
         self,
-        target: str | Callable[[], str],
+        target: str,
         delay: float = 0.0,
         tap: Callable[[Way, bytes], None] = lambda *_: None,
     ) -> None:
-        self.delay = delay
-        self._tap = tap
-        self.connections = 0
-        """Connections that were accepted so far."""
-        self.bytes = {"up": 0, "down": 0}
-        """Bytes that were passed on so far, or are about to be."""
-        self._target = target
+        self.delay, self._tap = delay, tap
+        self._target = parse(target)
         self._links: set[_Link] = set()
         self._tasks: set[asyncio.Task[Any]] = set()  # of connections
-        self._refusing = False
+        self._closing = False
         # Other selectors round waiting times up to milliseconds.
         self._loop = asyncio.SelectorEventLoop(selectors.SelectSelector())
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
@@ -74,15 +68,6 @@ class Proxy:
     def cut(self) -> None:
         """Reset all connections: both sides notice at once. New ones are accepted."""
         self._each(self._links, _Link.abort)
-
-    def half_cut(self, way: Way = "up") -> None:
-        """Lose one way of all connections for good. The sender is not told; the receiver sees the
-        end of what it was sent."""
-        self._each(self._links, lambda link: link.end(way))
-
-    def refuse(self, refuse: bool = True) -> None:
-        """Reset new connections at once, until it is called with False."""
-        self._refusing = refuse
 
     def close(self) -> None:
         """Cut all connections and listen no more."""
@@ -112,7 +97,7 @@ class Proxy:
         self._call(run())
 
     async def _close(self) -> None:
-        self._refusing = True  # connections that were accepted and have not begun: they end then
+        self._closing = True  # connections that were accepted and have not begun: they end then
         for listener in self._server.sockets:  # closing them now would leave such a one open
             self._loop.remove_reader(listener.fileno())
         while asyncio.all_tasks() - {asyncio.current_task()}:
@@ -135,13 +120,11 @@ class Proxy:
             writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
-        self.connections += 1
         try:
-            if self._refusing:
+            if self._closing:
                 raise ConnectionRefusedError
-            place = parse(self._target() if callable(self._target) else self._target)
-            replies, server = await asyncio.open_connection(place.host, place.port)
-        except (OSError, ValueError):
+            replies, server = await asyncio.open_connection(self._target.host, self._target.port)
+        except OSError:
             return
         link = _Link({"up": server, "down": client}, self._tap)
         self._links.add(link)
@@ -166,7 +149,6 @@ class Proxy:
                 await self._flow[way].wait()
                 if not data:
                     break
-                self.bytes[way] += len(data)  # first: what has arrived is counted
                 await link.send(way, data)
             link.end(way)
 

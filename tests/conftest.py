@@ -22,9 +22,10 @@ CACHE = "DREAMFLEET_TESTS_CACHE"
 """Names the folder of compiled programs that all processes of one test run share."""
 
 LONGEST = [
-    *("test_devices", "test_ray_cluster", "test_view_in_a_browser", "test_documents_work"),
-    *("test_network_namespaces", "test_joining", "test_train_command", "test_hosts"),
-    *("test_it_learns", "test_site", "test_dreamer", "test_masked_policy", "test_networks"),
+    *("test_view_in_a_browser", "test_network_namespaces", "test_joining", "test_fleet_kills"),
+    *("test_documents_work", "test_devices", "test_hosts", "test_train_command"),
+    *("test_examples", "test_ray_cluster", "test_chaos", "test_ends", "test_it_learns"),
+    *("test_site", "test_dreamer", "test_from_python", "test_masked_policy", "test_networks"),
 ]
 """Modules whose tests take the longest."""
 
@@ -80,8 +81,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each worker its share of the longest tests first: one that began last would keep one of
-    them busy while the others have nothing left to take over."""
+    """Give each worker its share of the longest tests first: one that began last would keep its
+    worker busy while the others have nothing left to take over."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     long = [item for item in items if item.path.stem in LONGEST]
     modules = sorted({item.path.stem for item in long}, key=LONGEST.index)
@@ -98,8 +99,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Whatever was collected stays, so the garbage collector need not look at it again, which takes
-    a third of a second each time."""
+    """What was collected stays, so the garbage collector need not look at it again, which takes a
+    third of a second each time."""
     gc.collect()
     gc.freeze()
 
@@ -141,13 +142,6 @@ def free_programs() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # the C library of Linux has it
     if trim is not None:
         trim(0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def programs_are_freed_after_a_module() -> Iterator[None]:
-    yield
-    if "jax" in sys.modules:
-        free_programs()
 
 
 @pytest.fixture(autouse=True)

@@ -69,12 +69,12 @@ class Plan:
 
     @property
     def victim(self) -> str:
-        """Who is killed first; empty if nobody is."""
+        """The process that is killed first; empty if none is."""
         return self.moment.removesuffix(" killed") if self.moment.endswith(" killed") else ""
 
     @property
     def stopped(self) -> str:
-        """Who is stopped first; empty if nobody is."""
+        """The process that is stopped first; empty if none is."""
         return self.moment.removesuffix(" stopped") if self.moment.endswith(" stopped") else ""
 
     def settings(self, logdir: Path) -> list[str]:

@@ -162,7 +162,7 @@ class Scored:
 
 
 class Halting:
-    """A dummy that halts at some steps until files say that somebody has looked."""
+    """A dummy that halts at some steps until files let it go on."""
 
     def __init__(self, folder: Path, at: Mapping[int, str], envid: int) -> None:
         self._env = dummy_with_its_id(envid)
@@ -192,11 +192,6 @@ class Troubled(Paced):
             self._trouble()
         self._left -= 1
         return super().step(action)
-
-
-def never_made(envid: int) -> Any:
-    """An environment whose start takes for ever."""
-    sleep_for_ever()
 
 
 def sleep_for_ever() -> None:
@@ -425,7 +420,6 @@ def stored_steps(directory: Path) -> dict[str, Any]:
     """Every stored step in the order in which they were stored, read back from the files."""
     with Replay(1, 10**6, directory) as replay:
         count = len(replay)
-        assert replay._table is not None
         numbers = np.arange(replay._table.low, replay._table.high)
         slots, indices = replay._table.starts(numbers)
         store = replay._table.store
@@ -444,7 +438,7 @@ def stored_streams(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file that somebody may be writing: a line without an end is left out."""
+    """The lines of a file that may still be written: a line without an end is left out."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
@@ -461,7 +455,6 @@ print(flush=True)
 time.sleep(600)
 """
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert child.stdout is not None
     child.stdout.readline()  # it has its title
     return make_env("bundled:dummy")
 

@@ -37,7 +37,7 @@ def save_when_stopped(started: Path, saved: Path) -> None:
 
 
 def ignore_the_request(started: Path, over: Path) -> None:
-    """Run until the test is over, whoever asks to stop."""
+    """Run until the test is over, though it is asked to stop."""
     stop_event()
     started.touch()
     while not over.exists():

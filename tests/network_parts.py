@@ -28,7 +28,6 @@ class Machine:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        assert self._holder.stdout is not None
         if self._holder.stdout.readline() != b"ready\n":
             self.close()
             raise PermissionError(self._said.strip())
@@ -95,7 +94,7 @@ class Network:
             to.run(f"nft add rule inet half input ip saddr {source} drop")
             yield
             to.run("nft delete table inet half")
-        else:  # what is sent to a card that nobody has is lost as well
+        else:  # what is sent to a card that no machine has is lost as well
             entry = f"{self.addresses[to]} dev eth0"
             dropped.run(f"ip neigh replace {entry} lladdr 02:00:00:00:00:99 nud permanent")
             yield

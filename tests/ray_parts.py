@@ -6,7 +6,6 @@ import fcntl
 import importlib
 import os
 import shutil
-import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,8 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from fleet_parts import fixed_address
 
 _STORE = 80_000_000  # bytes; about the least that Ray takes
+_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    # A node that was killed refuses connections, and counts as lost after five checks.
+    "RAY_health_check_initial_delay_ms": "500",
+    "RAY_health_check_period_ms": "200",
+    # Ray's client server forks while gRPC's threads run. With gRPC's support for forks the child
+    # sometimes ends with a segmentation fault before it executes its program.
+    "GRPC_ENABLE_FORK_SUPPORT": "0",
+}
 
 
 class Nodes:
@@ -34,8 +44,7 @@ class Nodes:
 
     def client(self) -> str:
         """The address for a program outside of the cluster; it is served from now on."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = int(fixed_address().rpartition(":")[2])
         head = self._cluster.head_node
         head._ray_params.ray_client_server_port = port
         with warnings.catch_warnings():
@@ -59,7 +68,7 @@ def _node(**resources: float) -> dict[str, Any]:
         "num_cpus": 0,
         "resources": resources,
         "object_store_memory": _STORE,
-        # A process less each: nobody reads its terminal, and nobody adds nodes by itself.
+        # A process less each.
         "include_log_monitor": False,
         "no_monitor": True,
     }
@@ -79,8 +88,7 @@ def cluster(lock: Path) -> Iterator[Nodes]:
 
 @contextmanager
 def _cluster() -> Iterator[Nodes]:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112 - Ray's name for it
+    os.environ.update(_SETTINGS)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     nodes = Nodes()
     try:

@@ -57,13 +57,7 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.factories import replay as make_replay
 from dreamfleet.fleet.factories import stream as make_stream
 from dreamfleet.metrics import JsonlOutput, Outputs, read_jsonl
-from dreamfleet.replay import (
-    BatchOrderError,
-    Replay,
-    ReplayConfig,
-    SamplesPerInsert,
-    SchemaError,
-)
+from dreamfleet.replay import BatchOrderError, Replay, ReplayConfig, SamplesPerInsert, SchemaError
 from dreamfleet.replay.positions import Positions
 from dreamfleet.replay.storage.journal import Journal
 from dreamfleet.replay.storage.memory import Arena
@@ -171,7 +165,7 @@ def _counted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 class _AtOnce(SamplesPerInsert):
-    """A limiter that lets nobody wait: who would have to is told, and comes again."""
+    """A limiter that never waits: a caller that would have to wait is told so, and asks again."""
 
     def insert(self, count: int = 1, timeout: float | None = None, who: str = "writer") -> None:
         super().insert(count, None if timeout is None else 0.0, who)
@@ -244,7 +238,7 @@ class Future:
 
     def result(self, timeout: float | None = None) -> Any:
         del timeout
-        assert self.answer is not None, "nobody waits in a simulation"
+        assert self.answer is not None, "nothing waits in a simulation"
         value, error = self.answer
         if error is not None:
             raise error
@@ -783,7 +777,7 @@ class Checker:
         again = len(numbers) - len(set(numbers))
         assert not again or self.killed["logger"] > 1, f"{again} metrics were written twice"
         at = [row["step"] for row in read_jsonl(self._config.logdir / "metrics.jsonl")]
-        back = "logger" in self.cut  # nobody but the file knew of steps that were not stored
+        back = "logger" in self.cut  # only the file knew of steps that were not stored
         assert back or at == sorted(at), f"steps of the metrics go back: {at}"
 
     def _scores(self, there: set[int]) -> None:

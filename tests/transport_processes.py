@@ -22,11 +22,7 @@ class ServerProcess:
     `act`."""
 
     def __init__(
-        self,
-        address: str,
-        keys: Keys | None = None,
-        batching: bool = False,
-        patient: bool = False,
+        self, address: str, keys: Keys | None = None, batching: bool = False, patient: bool = False
     ) -> None:
         ours, theirs = _spawn.Pipe()
         self._channel = ours

@@ -25,14 +25,7 @@ from benchmarks.malformed import METHODS, NONSENSE, connections, stranger
 from chaos.fleet import STOPPED_BY_SIGNAL, Fleet, cut
 from chaos.schedule import SUPERVISOR, Fault, Way
 from dreamfleet.errors import DreamfleetError
-from dreamfleet.transport import (
-    Client,
-    Disconnected,
-    Keys,
-    RemoteError,
-    Timeout,
-    TransportError,
-)
+from dreamfleet.transport import Client, Disconnected, Keys, RemoteError, Timeout, TransportError
 
 _POLL_SECONDS = 0.005
 _RECOVERY_SECONDS = 120.0  # after which a fleet counts as not recovered

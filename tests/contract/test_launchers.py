@@ -31,13 +31,7 @@ from launcher_parts import (
 )
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.fleet.launchers import (
-    LAUNCHERS,
-    Launcher,
-    RestartPolicy,
-    Worker,
-    find_launcher,
-)
+from dreamfleet.fleet.launchers import LAUNCHERS, Launcher, RestartPolicy, Worker, find_launcher
 from dreamfleet.fleet.record import read_record
 from dreamfleet.fleet.supervisor import FleetError, Supervisor
 from dreamfleet.roles.runtime import STOPPED
@@ -120,9 +114,7 @@ def test_output_is_that_of_the_last_start_only(launcher: Launcher) -> None:
     assert "an older start" not in running.output()
 
 
-def test_a_supervised_worker_that_fails_is_started_again(
-    launcher: Launcher, tmp_path: Path
-) -> None:
+def test_supervised_worker_that_fails_is_started_again(launcher: Launcher, tmp_path: Path) -> None:
     lines: list[str] = []
     leader = Worker(
         "agent",
@@ -136,7 +128,6 @@ def test_a_supervised_worker_that_fails_is_started_again(
     assert [line.split()[0] for line in lines if "is started again" in line] == ["agent"]
     assert "(RuntimeError: out of coffee)" in lines[0]
     record = read_record(tmp_path)
-    assert record is not None
     assert record.state == "ended"
     assert [(w.name, w.state, w.restarts) for w in record.workers] == [
         ("agent", "ended", 1),
@@ -156,9 +147,7 @@ def test_a_worker_that_returns_without_being_asked_is_started_again(
     assert counts.read_text() == "xxx"
 
 
-def test_a_failure_may_end_the_run_and_says_whose_it_was(
-    launcher: Launcher, tmp_path: Path
-) -> None:
+def test_failure_may_end_the_run_and_says_whose_it_was(launcher: Launcher, tmp_path: Path) -> None:
     stop = RestartPolicy(on_failure="stop")
     leader = Worker("agent", "agent", until_stopped, restart=stop, ends_run=True)
     broken = worker("env-0", partial(fail, "out of coffee"), restart=stop)
@@ -166,7 +155,6 @@ def test_a_failure_may_end_the_run_and_says_whose_it_was(
         Supervisor([leader, broken], launcher, logdir=tmp_path).run()
     assert "RuntimeError: out of coffee" in str(error.value)
     record = read_record(tmp_path)
-    assert record is not None
     assert record.state == "failed"
     assert {w.state for w in record.workers} == {"ended"}
 
@@ -217,7 +205,7 @@ def test_a_process_gets_its_environment_variables(tmp_path: Path) -> None:
     assert "OF_THE_WORKER" not in os.environ
 
 
-def test_a_process_can_be_interrupted_whoever_has_started_it(tmp_path: Path) -> None:
+def test_a_process_can_be_interrupted_also_where_its_parent_ignores_it(tmp_path: Path) -> None:
     """Ray blocks SIGINT in its processes, and what they start has that from them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

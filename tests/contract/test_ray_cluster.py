@@ -81,7 +81,6 @@ class Removals:
 
     def _workers(self) -> dict[str, WorkerStatus]:
         record = read_record(self._logdir)
-        assert record is not None
         return {worker.name: worker for worker in record.workers}
 
     def _all_run_and_step(self) -> bool:
@@ -112,7 +111,7 @@ def test_nodes_come_and_go_and_the_run_goes_on(ray_cluster: Nodes, tmp_path: Pat
     assert [{again[0]}, set(again[1:3])] == [{"replay"}, {"env-0", "env-2"}], said
     assert "agent" in again[3:], said
     assert "its Ray node" in said
-    # Whoever was not on a lost node went on undisturbed.
+    # Workers on other nodes went on undisturbed.
     for before, after, lost in zip(removals.seen, removals.seen[1:], LOST, strict=False):
         kept = {name for name in before if before[name].pid == after[name].pid}
         assert kept == before.keys() - set(lost), said
@@ -155,7 +154,6 @@ def everything_stored_is_right(logdir: Path) -> None:
     found = stored_streams(logdir / "replay")
     total = sum(len(stream["action"]) for stream in found.values())
     snapshot = Checkpoint(logdir / "ckpt" / "agent").load()
-    assert snapshot is not None
     assert snapshot.step == snapshot.parts["replay"]["steps"] == total
     logged = [row["step"] for row in rows(logdir / "metrics.jsonl")]
     assert logged == sorted(logged)

@@ -169,7 +169,6 @@ def test_first_and_last_flags_of_a_sequence(make: Callable[..., Replay]) -> None
 def check_flags(replay: Replay, tag: int) -> dict[str, bool]:
     """What is stored for a step that is inside, and at the end of, no annotated place."""
     table = replay._table
-    assert table is not None
     where = np.argwhere(table.store.columns["tag"][:1] == tag)[0]
     return {key: bool(table.store.columns[key][tuple(where)]) for key in ("is_first", "is_last")}
 
@@ -254,9 +253,7 @@ def test_using_a_closed_replay_is_an_error(make: Callable[..., Replay]) -> None:
             use()
 
 
-def test_batches_are_never_overwritten_while_they_are_in_use(
-    directory: Path | None,
-) -> None:
+def test_batches_are_never_overwritten_while_they_are_in_use(directory: Path | None) -> None:
     """Large outputs come from a pool; what a caller still holds, even as a view, stays."""
     replay = Replay(16, 1000, directory, chunk=64)
     for tag in range(64):

@@ -1,4 +1,4 @@
-"""A process of the fleet is killed in the middle of a run, and the run goes on.
+"""Processes of the fleet are killed in the middle of a run, and the run goes on.
 
 The environments tell in every observation who they are, their episode and their step, and the
 agent's actions follow from the step, so the replay's files show whether anything is missing, twice
@@ -7,10 +7,9 @@ there, out of order, or with an action that was not the one taken.
 
 from __future__ import annotations
 
-import shutil
-import signal
 from functools import partial
 from pathlib import Path
+from signal import SIGKILL, SIGTERM
 from typing import Any
 
 import numpy as np
@@ -27,17 +26,33 @@ from fleet_parts import (
     stored_streams,
 )
 
-from dreamfleet.checkpoint import Checkpoint, read_checkpoint
+from dreamfleet.checkpoint import Checkpoint, Snapshot, read_checkpoint
 from dreamfleet.parallel import combined
 
 LENGTH = 25
+FAULTS = [
+    ("replay", SIGKILL),
+    ("replay-1", SIGTERM),
+    ("logger", SIGKILL),
+    ("env-0", SIGKILL),
+    ("agent", SIGTERM),  # killed in `test_several_actors.py`
+]
 
 
-Fault = tuple[str, signal.Signals]
+def saved(logdir: Path) -> Snapshot:
+    snapshot = Checkpoint(logdir / "ckpt" / "agent").load()
+    assert snapshot is not None
+    return snapshot
 
 
-def run_with(tmp_path: Path, *faults: Fault, shards: int = 1) -> dict[int, dict[str, Any]]:
-    """What is stored of a run whose processes get these signals, one after the other."""
+def stored(logdir: Path) -> tuple[dict[int, dict[str, Any]], int]:
+    """The steps of each environment, and their number."""
+    found = stored_streams(logdir / "replay") | stored_streams(logdir / "replay-1")
+    return found, sum(len(stream["action"]) for stream in found.values())
+
+
+def test_nothing_is_lost_or_doubled_when_processes_are_killed(tmp_path: Path) -> None:
+    """Neither steps nor counts nor scores nor the ratio; and the run that it leaves is resumed."""
     config = small_run(
         tmp_path,
         on_failure="restart",
@@ -46,139 +61,80 @@ def run_with(tmp_path: Path, *faults: Fault, shards: int = 1) -> dict[int, dict[
         log_every=0.2,
         save_every=0.2,
         train_ratio=0.2,
-        replay_shards=shards,
+        replay_shards=2,
     )
     fleet = parts(config, make_agent=CountingAgent, make_env_train=partial(Paced, tmp_path))
-    witness = Witness(tmp_path, *faults)
+    witness = Witness(tmp_path, *FAULTS)
     combined(**fleet, args=config, say=witness)
-    # Nobody but who got the signal.
-    assert witness.restarts == [title for title, _ in faults], "\n".join(witness.lines)
+    # No other process than those that got the signals.
+    assert witness.restarts == [title for title, _ in FAULTS], "\n".join(witness.lines)
     assert left_behind() == []
-    found = stored_streams(tmp_path / "replay")
-    for shard in range(1, shards):
-        found |= stored_streams(tmp_path / f"replay-{shard}")
+    found, total = stored(tmp_path)
     assert sorted(found) == list(range(config.envs))
-    total = sum(len(stream["action"]) for stream in found.values())
-    # Everybody has counted the same steps, whoever was killed.
-    snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
-    assert snapshot is not None
+    for envid, stream in found.items():
+        check_order(stream, cuts=1 + (envid in (0, 1)))
+    # All processes have counted the same steps.
+    snapshot = saved(tmp_path)
     assert snapshot.step == snapshot.parts["replay"]["steps"] == total
-    logged = [row["step"] for row in rows(tmp_path / "metrics.jsonl")]
+    metrics = rows(tmp_path / "metrics.jsonl")
+    logged = [row["step"] for row in metrics]
     assert logged == sorted(logged)
     assert logged[-1] == total
+    newest = {key: value for row in metrics for key, value in row.items()}
+    assert 0 < newest["replay-1/steps"] < newest["replay/steps"] <= total
+    assert newest["replay/streams"] == 4
+    assert newest["replay/skipped_updates"] == 0 < newest["replay/updates"]
     # Every episode that was stored from its first to its last step has its score, once.
-    complete = [number for stream in found.values() for number in np.flatnonzero(ends(stream))]
+    complete = [
+        float(stream["reward"][end - LENGTH : end + 1].sum())
+        for stream in found.values()
+        for end in np.flatnonzero(stream["vector"][:, 2].astype(int) == LENGTH)
+    ]
     scores = rows(tmp_path / "scores.jsonl")
     assert len(scores) == len({row["id"] for row in scores}) == len(complete) > 0
     assert {row["episode/length"] for row in scores} == {LENGTH}
-    assert sum(row["episode/score"] for row in scores) == pytest.approx(
-        sum(
-            float(stream["reward"][end - LENGTH : end + 1].sum())
-            for stream in found.values()
-            for end in np.flatnonzero(ends(stream))
-        )
-    )
+    assert sum(row["episode/score"] for row in scores) == pytest.approx(sum(complete))
     # The ratio held: as many sequences were handed out as were due.
-    samples = snapshot.parts["replay"]["samples"]
     ratio, minsize = config.train_ratio / config.batch_length, config.envs * config.window
-    due = ratio * (total - minsize)
-    tolerance = config.limiter_tolerance
+    due, tolerance = ratio * (total - minsize), config.limiter_tolerance
     # A restart forgives what a batch was allowed to take beyond the tolerance.
-    most = due + (1 + len(faults)) * config.batch_size
+    most = due + (1 + len(FAULTS)) * config.batch_size
+    samples = snapshot.parts["replay"]["samples"]
     assert due - tolerance - (tolerance + 8) * max(ratio, 1) <= samples <= most
-    return found
+
+    more = small_run(tmp_path, steps=total + 200, save_every=0, replay_shards=2)
+    fleet = parts(more, make_agent=CountingAgent, make_env_train=dummy_with_its_id)
+    combined(**fleet, args=more)
+    after = saved(tmp_path)
+    assert more.steps <= after.step == after.parts["replay"]["steps"] == stored(tmp_path)[1]
+    assert after.parts["replay"]["samples"] > samples
 
 
-def ends(stream: dict[str, Any]) -> Any:
-    """Where an episode has ended by itself."""
-    return stream["vector"][:, 2].astype(int) == LENGTH
-
-
-def ended(*titles: str) -> list[Fault]:
-    return [(title, how) for title in titles for how in (signal.SIGKILL, signal.SIGTERM)]
-
-
-def test_nothing_is_lost_or_doubled_when_servers_are_ended(tmp_path: Path) -> None:
-    for stream in run_with(tmp_path, *ended("replay", "logger")).values():
-        assert_complete(stream)
-
-
-def assert_complete(stream: dict[str, Any]) -> None:
-    """Every step of an environment is there, once, in order, and with the action taken."""
+def check_order(stream: dict[str, Any], cuts: int) -> None:
+    """Every step of an environment is there, once, in order, and with the action taken. Episodes
+    are cut short by the ends of the agent and of the environment's process, and by no others."""
     episode, step = stream["vector"][:, 1].astype(int), stream["vector"][:, 2].astype(int)
-    assert (episode * (LENGTH + 1) + step).tolist() == list(range(len(step)))
+    assert stream["is_first"].tolist() == (step == 0).tolist()
     assert stream["action"].tolist() == (step % 5).tolist()
-
-
-def test_nothing_is_lost_or_doubled_when_shards_are_killed(tmp_path: Path) -> None:
-    """Neither steps nor counts nor the ratio; and the run that it leaves behind is resumed."""
-    kills = [(title, signal.SIGKILL) for title in ("replay", "replay-1")]
-    for stream in run_with(tmp_path, *kills, shards=2).values():
-        assert_complete(stream)
-    before = Checkpoint(tmp_path / "ckpt" / "agent").load()
-    assert before is not None
-    newest: dict[str, Any] = {}
-    for row in rows(tmp_path / "metrics.jsonl"):
-        newest |= row
-    assert 0 < newest["replay-1/steps"] < newest["replay/steps"] <= before.step
-    assert newest["replay/streams"] == 4
-    assert newest["replay/skipped_updates"] == 0 < newest["replay/updates"]
-    run(tmp_path, before.step + 200, replay_shards=2)
-    after = Checkpoint(tmp_path / "ckpt" / "agent").load()
-    assert after is not None
-    streams = [stored_streams(tmp_path / name) for name in ("replay", "replay-1")]
-    total = sum(len(each["action"]) for found in streams for each in found.values())
-    assert before.step + 200 <= after.step == after.parts["replay"]["steps"] == total
-    assert after.parts["replay"]["samples"] > before.parts["replay"]["samples"]
-
-
-def test_only_the_running_episodes_are_cut_short_when_players_are_ended(tmp_path: Path) -> None:
-    for envid, stream in run_with(tmp_path, *ended("agent", "env-0")).items():
-        step = stream["vector"][:, 2].astype(int)
-        assert stream["is_first"].tolist() == (step == 0).tolist()
-        assert stream["action"].tolist() == (step % 5).tolist()
-        starts = [0, *(n for n in range(1, len(step)) if step[n] != step[n - 1] + 1)]
-        assert all(step[n] == 0 for n in starts)
-        ends = [step[n - 1] for n in starts[1:]]
-        cut = sum(end != LENGTH for end in ends)
-        # Two ends of the agent, and of the environments that are in one process two more.
-        assert cut <= (4 if envid in (0, 1) else 2)
-
-
-def run(logdir: Path, steps: int, **changes: Any) -> None:
-    config = small_run(logdir, steps=steps, save_every=0, **changes)
-    fleet = parts(config, make_agent=CountingAgent, make_env_train=dummy_with_its_id)
-    combined(**fleet, args=config)
-
-
-def test_a_run_whose_replay_was_removed_says_so_and_fills_it_again(tmp_path: Path) -> None:
-    run(tmp_path / "before", 300)
-    for removed in (["replay"], ["ckpt/replay"], ["replay", "ckpt/replay"]):
-        logdir = tmp_path / str(len(list(tmp_path.iterdir())))
-        shutil.copytree(tmp_path / "before", logdir)
-        for name in removed:
-            shutil.rmtree(logdir / name)
-        run(logdir, 600)
-        snapshot = Checkpoint(logdir / "ckpt" / "agent").load()
-        assert snapshot is not None
-        assert 600 <= snapshot.step == snapshot.parts["replay"]["steps"] < 700
-        log = (logdir / "logs" / "replay.log").read_text()
-        assert ("steps less than the run has made" in log) == (removed == ["replay"])
+    starts = [n for n in range(1, len(step)) if step[n] != step[n - 1] + 1]
+    assert all(step[n] == 0 for n in [0, *starts])
+    assert all(episode[n] in (episode[n - 1] + 1, 0) for n in starts), "from 0 in a new process"
+    assert sum(step[n - 1] != LENGTH for n in starts) <= cuts
 
 
 def test_a_damaged_checkpoint_is_skipped_and_the_counts_are_right(tmp_path: Path) -> None:
-    run(tmp_path, 200)
-    run(tmp_path, 400)
-    newest, older = sorted((tmp_path / "ckpt" / "agent").iterdir(), reverse=True)
-    assert read_checkpoint(older).step < 300
-    manifest = newest / "manifest.json"
-    manifest.write_bytes(manifest.read_bytes()[:-20])
-    run(tmp_path, 600)
-    assert "It is skipped." in (tmp_path / "logs" / "agent.log").read_text()
-    snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
-    assert snapshot is not None
+    for steps in (200, 400, 600):
+        config = small_run(tmp_path, steps=steps, save_every=0, launcher="serial")
+        if steps == 600:
+            newest, older = sorted((tmp_path / "ckpt" / "agent").iterdir(), reverse=True)
+            assert read_checkpoint(older).step < 300
+            manifest = newest / "manifest.json"
+            manifest.write_bytes(manifest.read_bytes()[:-20])
+        fleet = parts(config, make_agent=CountingAgent, make_env_train=dummy_with_its_id)
+        combined(**fleet, args=config)
+    assert "It is skipped." in (tmp_path / "logs" / "serial.log").read_text()
     found = stored_streams(tmp_path / "replay")
     total = sum(len(stream["action"]) for stream in found.values())
-    assert 600 <= snapshot.step == total < 700
+    assert 600 <= saved(tmp_path).step == total < 700
     logged = [row["step"] for row in rows(tmp_path / "metrics.jsonl")]
     assert logged == sorted(logged)

@@ -28,7 +28,7 @@ __all__ = ["machines"]
 
 LONG = 240.0
 LINK_DOWN = float(os.environ.get("DREAMFLEET_LINK_DOWN", "0"))
-"""Seconds without a link at least; it is as long as it takes until somebody has noticed."""
+"""Seconds without a link at least; it is as long as it takes until its loss is noticed."""
 LOST = "The agent is lost"
 
 
@@ -152,7 +152,6 @@ def test_a_fleet_on_four_machines_survives_its_network(
     assert found.environments == found.lives == 4, "no environment was built again"
     assert 1 <= found.cut_short <= 12
     snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
-    assert snapshot is not None
     assert snapshot.step == snapshot.parts["replay"]["steps"] == found.rows
     assert "is started again" not in (tmp_path / "train.out").read_text()
 

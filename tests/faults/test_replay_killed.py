@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 import functools
 import shutil
-import subprocess
 import sys
 import zlib
 from collections.abc import Callable
@@ -33,8 +32,6 @@ WRITERS = {
 }
 FILLED = 112
 CUT_SHORT = 126  # a batch that begins an episode before the one before it has ended
-KILLS = 120
-DRIVER = Path(__file__).parents[1] / "replay_kill_driver.py"
 
 
 def test_killed_between_any_two_instructions(memory_path: Path) -> None:
@@ -219,17 +216,3 @@ def instructions(code: CodeType) -> bytes:
 
 def digest(directory: Path) -> dict[str, int]:
     return {path.name: zlib.crc32(path.read_bytes()) for path in directory.iterdir()}
-
-
-def test_killed_for_real_at_random_moments(memory_path: Path) -> None:
-    """SIGKILL at random moments of a process that adds, samples and updates."""
-    done = subprocess.run(
-        [sys.executable, str(DRIVER), str(memory_path / "replay"), str(KILLS)],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    kills, inside = map(int, done.stdout.split())
-    assert kills == KILLS
-    assert inside > 0, "no kill ever hit an insert that was under way"

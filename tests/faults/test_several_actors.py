@@ -68,11 +68,10 @@ def versions(logdir: Path) -> list[float]:
 
 
 def counted(logdir: Path) -> tuple[dict[int, dict[str, Any]], int]:
-    """What is stored, and the run's step, on which everybody agrees."""
+    """What is stored, and the run's step, on which all roles agree."""
     found = stored_streams(logdir / "replay")
     total = sum(len(stream["action"]) for stream in found.values())
     snapshot = Checkpoint(logdir / "ckpt" / "agent").load()
-    assert snapshot is not None
     assert snapshot.step == snapshot.parts["replay"]["steps"] == total
     logged = [row["step"] for row in rows(logdir / "metrics.jsonl")]
     assert logged == sorted(logged)

@@ -66,7 +66,7 @@ class GoodClient:
 
 
 @pytest.mark.parametrize("batching", [False, True], ids=["Server", "BatchServer"])
-def test_ten_thousand_malformed_messages_hurt_nobody_else(batching: bool) -> None:
+def test_ten_thousand_malformed_messages_hurt_no_other_client(batching: bool) -> None:
     with server_process(TCP, batching=batching, patient=True) as server:
         memory = psutil.Process(server.pid).memory_info
         good = GoodClient(server.address, batching)

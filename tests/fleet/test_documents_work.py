@@ -73,8 +73,10 @@ def shortened(words: list[str]) -> list[str]:
     words = [SHORT["--steps"] if word in many else word for word in words]
     given = {word.partition(".")[0] for word in words if word.startswith("--")}
     if "--dreamer" in given:  # settings of the agent belong to that agent
-        given.add("--agent")
+        given |= {"--agent", "--eval-episodes"}
         words += ["--dreamer.execution.cache-dir", os.environ["DREAMFLEET_TESTS_CACHE"]]
+        words += ["--eval-episodes", "0", "--report-every", "0"]
+        words += [] if "--dreamer.model" in words else ["--dreamer.model", "debug"]
     return words + [w for flag, value in SHORT.items() if flag not in given for w in (flag, value)]
 
 
@@ -101,7 +103,6 @@ def test_every_command_works(
     monkeypatch.chdir(tmp_path)
     for block in python_blocks("environments.md"):
         name = re.match(r"# (\w+\.py)\n", block)
-        assert name is not None
         (tmp_path / name[1]).write_text(block)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     lines = list(dict.fromkeys(line for where, line in commands() if where == page and line))

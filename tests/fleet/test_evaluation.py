@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from fleet_parts import (
     EVERY_STEP,
+    Paced,
     Scored,
     left_behind,
     parts,
@@ -106,7 +107,7 @@ class Looking(Endless):
 
 
 class Interrupted(Endless):
-    "Episodes of three steps; somebody ends the program in the second one."
+    "Episodes of three steps; the program is ended in the second one."
 
     def step(self, action):
         obs, reward, _, _, info = super().step(action)
@@ -186,9 +187,7 @@ def test_when_all_fail_the_traceback_of_the_environment_is_shown(folder: Path) -
     assert str(caught.value).endswith("RuntimeError: the pole is broken")
 
 
-def test_the_advice_of_an_evaluation_fits_it(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_advice_of_an_evaluation_fits_it(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its environment never begins an episode; a run's setting would not help."""
     run = trained(folder, "Unborn", launcher="serial")
     with pytest.raises(EvaluationError) as caught:
@@ -233,7 +232,7 @@ def over(folder: Path, name: str, **settings: Any) -> RunConfig:
 
 
 def test_the_evaluation_at_the_end_is_a_part_of_the_run(folder: Path) -> None:
-    """The status shows it, no second run may begin meanwhile, and its result reaches everybody."""
+    """The status shows it, no second run may begin meanwhile, and all outputs get its result."""
     config = over(folder, "Looking", eval_episodes=1)
     logged: list[Any] = []
 
@@ -246,7 +245,6 @@ def test_the_evaluation_at_the_end_is_a_part_of_the_run(folder: Path) -> None:
     assert seen == "evaluating True: Training is over, and the agent is being evaluated."
     assert not (folder / "claimed").exists()
     record = read_record(config.logdir)
-    assert record is not None
     assert record.state == "ended"
     assert logged == [(7, 1.0)]
     assert (config.logdir / "kept").read_text() == "7 1.0\n"
@@ -259,7 +257,6 @@ def test_an_environment_without_an_end_does_not_outlast_its_training(
     monkeypatch.setattr("dreamfleet.evaluation._SAY_SECONDS", 1e-9)
     said: list[str] = []
     result = train(over(folder, "Endless", eval_episodes=3), display=None, say=said.append)
-    assert result is not None
     assert result.lengths == [7, 7, 7]
     assert "3 of 3 episodes did not end within 7 steps (eval_max_steps, or what the" in str(said)
     assert "0 of 3 episodes, 3 steps" in said
@@ -267,7 +264,7 @@ def test_an_environment_without_an_end_does_not_outlast_its_training(
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """SIGINT is Ctrl-C, also where whoever started the tests in the background ignores it."""
+    """SIGINT is Ctrl-C, also where the tests run in the background and ignore it."""
     before = signals.signal(signals.SIGINT, signals.default_int_handler)
     yield
     signals.signal(signals.SIGINT, before)
@@ -289,7 +286,6 @@ def test_an_interrupted_evaluation_keeps_what_was_played(
     assert (kept["kind"], kept["partial"], kept["returns"]) == ("final", True, [3.0])
     assert not (config.logdir / "metrics.jsonl").exists()
     record = read_record(config.logdir)
-    assert record is not None
     assert record.state == "ended"
     if signal == "int":
         (folder / "second").unlink()
@@ -398,11 +394,9 @@ def test_rounds_trust_the_networks_that_the_run_itself_names(
         Policy.load(tmp_path, agent="random")
 
 
-def test_rounds_while_training_survive_restarts_and_decide_the_best_checkpoint(
-    tmp_path: Path,
-) -> None:
-    """Everybody who takes part in rounds is killed, one after the other; then scores rise, and the
-    run ends at its target, which rounds decide where there are any."""
+def test_rounds_while_training_survive_restarts_and_decide_best_checkpoint(tmp_path: Path) -> None:
+    """Each process that takes part in rounds is killed, one by one; then scores rise, and the run
+    ends at its target, which rounds decide where there are any."""
     config = small_run(
         tmp_path,
         steps=0,
@@ -426,8 +420,8 @@ def test_rounds_while_training_survive_restarts_and_decide_the_best_checkpoint(
         elif found > rounds and not victims:
             (tmp_path / "go").touch()
 
-    factory = partial(Scored, tmp_path)
-    combined(**parts(config, make_env_eval=factory), args=config, progress=witness)
+    envs = {"make_env_train": partial(Paced, tmp_path), "make_env_eval": partial(Scored, tmp_path)}
+    combined(**parts(config, **envs), args=config, progress=witness)
     found = rows(tmp_path / "evaluations.jsonl")
     assert not victims
     assert len(found) >= 4
@@ -449,7 +443,6 @@ def test_rounds_while_training_survive_restarts_and_decide_the_best_checkpoint(
     # The end plays a round that it has interrupted, and adds the last point, in all outputs.
     checkpoints = Checkpoint(tmp_path / "ckpt" / "agent")
     newest = checkpoints.load()
-    assert newest is not None
     checkpoints.save(newest.parts, step=newest.step + 10, pending=True)
     checkpoints.save(newest.parts, step=newest.step + 20)
     final = final_evaluation(replace(config, launcher="serial"), 0.0)
@@ -459,5 +452,4 @@ def test_rounds_while_training_survive_restarts_and_decide_the_best_checkpoint(
     assert (last["kind"], last["mean"]) == ("final", final.mean)
     assert rows(tmp_path / "metrics.jsonl")[-1]["eval/score"] == pytest.approx(final.mean)
     rated = checkpoints.load(parts=[])
-    assert rated is not None
     assert (rated.step, rated.score) == (newest.step + 20, final.mean)

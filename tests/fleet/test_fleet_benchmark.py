@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.fleet import LAYOUTS
-
 
 def test_a_quick_run_measures_the_fleet_and_its_peers_in_both_layouts(tmp_path: Path) -> None:
     """In a process of its own: the peer forks, which one with JAX's threads must not."""
@@ -26,12 +24,3 @@ def test_a_quick_run_measures_the_fleet_and_its_peers_in_both_layouts(tmp_path: 
     for row in rows:
         assert row["value"] > 0
         assert row["ratio"] == row["value"] / row["peer_value"]
-
-
-def test_what_people_run_is_measured() -> None:
-    assert [str(layout) for layout in LAYOUTS] == [
-        "8 environments in one process",
-        "8 environments, a process each",
-        "64 environments in 4 processes",
-        "256 environments in 8 processes",
-    ]

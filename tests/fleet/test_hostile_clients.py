@@ -76,7 +76,7 @@ def test_a_fleet_survives_whatever_clients_with_keys_send(tmp_path: Path) -> Non
     for stream in found.values():
         for value in stream.values():
             assert np.isfinite(value).all()
-        # Nobody's steps stand between those of an environment.
+        # No other steps stand between those of an environment.
         count, inside = stream["count"], ~stream["is_first"][1:]
         assert (count[1:][inside] == count[:-1][inside] + 1).all()
 

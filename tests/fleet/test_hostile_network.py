@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
 from pathlib import Path
 
 from fleet_parts import left_behind, small_run
 
-from benchmarks.hostile import Plan, Sender, measure
+from benchmarks.hostile import Plan, measure
 from benchmarks.soak import KINDS, soak
 from dreamfleet.replay import ReplayConfig
-from dreamfleet.transport import Keys, Server
 
 MB_THAT_ARE_NO_GROWTH = 100
 
@@ -31,20 +27,6 @@ def test_a_fleet_goes_on_under_attack(tmp_path: Path) -> None:
     assert {"agent", "replay", "logger", "env-0", "env-4"} <= result.memory.keys()
     for before, after in result.memory.values():
         assert after - before < MB_THAT_ARE_NO_GROWTH
-
-
-def test_a_sender_that_is_aborted_is_replaced_and_the_phases_before_count() -> None:
-    keys = Keys.generate()
-    plan = Plan(messages=400, rate=1000, phases=2)
-    server = Server("tcp://127.0.0.1:{auto}", keys=keys)
-    with server, Sender({"server": server.address}, keys, plan) as sender:
-        for abort in (False, True):
-            sender.begin()
-            if abort:
-                os.kill(sender.pid, signal.SIGABRT)
-            while not sender.done:
-                time.sleep(0.01)
-        assert sender.sent()["malformed messages, to the server"] >= plan.messages
 
 
 def test_a_soak_samples_every_process(tmp_path: Path) -> None:

@@ -68,7 +68,6 @@ def test_two_hosts_lose_one_and_one_goes_on_alone(tmp_path: Path) -> None:
     assert re.search(r"Host 1 \(\S+\) was lost: nothing was heard of it for 15 s", text), text
     assert "--hosts 1" in text
     newest = checkpoints.load()
-    assert newest is not None
     assert newest.step > 0
     files = {path.name for path in newest.path.iterdir()}
     assert {"agent.safetensors", "agent-1.safetensors"} <= files
@@ -80,5 +79,4 @@ def test_two_hosts_lose_one_and_one_goes_on_alone(tmp_path: Path) -> None:
     assert f"Resuming at step {newest.step:,}" in text
     assert "Evaluation: mean score" in text
     last = checkpoints.load()
-    assert last is not None
     assert last.step >= steps

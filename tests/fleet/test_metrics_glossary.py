@@ -69,4 +69,4 @@ def test_the_glossary_knows_what_a_run_logs(tmp_path: Path) -> None:
         process.stdout.close()
     keys = logged(tmp_path)
     assert unexplained(keys) == [], "explain these in docs/metrics.md"
-    assert never_logged(keys) == [], "these are explained in docs/metrics.md, and nobody logs them"
+    assert never_logged(keys) == [], "these are explained in docs/metrics.md, and never logged"

@@ -33,7 +33,7 @@ from dreamfleet.roles.replay import ReplayService, limiter_for
 def collected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the random agent that has collected 600 steps."""
     logdir = tmp_path_factory.mktemp("collected")
-    config = small_run(logdir)
+    config = small_run(logdir, launcher="serial")
     combined(**parts(config), args=config)
     return logdir
 
@@ -43,7 +43,6 @@ def test_a_run_learns_without_environments(collected: Path, tmp_path: Path) -> N
     config = small_run(tmp_path, offline=(str(collected),), steps=40)
     preflight(config, no_environment)
     blueprint = read_blueprint(collected)
-    assert blueprint is not None
     agent = partial(Watching, blueprint.obs_space, blueprint.act_space)
     fleet = parts(config, make_agent=agent, make_env_train=no_environment)
     combined(**fleet, args=config)
@@ -55,7 +54,7 @@ def test_a_run_learns_without_environments(collected: Path, tmp_path: Path) -> N
     assert logged[-1]["train/seen"] == config.batch_size * config.window
     ours, theirs = (read(path / "replay") for path in (tmp_path, collected))
     assert ours == theirs
-    config = replace(config, steps=60)
+    config = replace(config, steps=60, launcher="serial")
     combined(**parts(config, make_agent=agent, make_env_train=no_environment), args=config)
     assert read(tmp_path / "replay") == theirs  # nothing was taken twice
 
@@ -66,7 +65,7 @@ def read(directory: Path) -> dict[int, bytes]:
 
 
 def test_a_new_run_begins_with_the_steps_of_another(collected: Path, tmp_path: Path) -> None:
-    config = small_run(tmp_path, prefill=(str(collected / "replay"),), steps=200)
+    config = small_run(tmp_path, prefill=(str(collected / "replay"),), steps=200, launcher="serial")
     preflight(config)
     combined(**parts(config), args=config)
     before = sum(len(s["reward"]) for s in stored_streams(collected / "replay").values())
@@ -82,13 +81,11 @@ def test_a_run_is_trained_before_it_acts(collected: Path, tmp_path: Path, launch
     )
     preflight(config)
     blueprint = read_blueprint(collected)
-    assert blueprint is not None
     agent = partial(Pretrained, blueprint.obs_space, blueprint.act_space)
-    for steps in (80, 160):
-        config = replace(config, steps=steps)
+    for steps, where in ((80, launcher), (160, "serial")):
+        config = replace(config, steps=steps, launcher=where)
         combined(**parts(config, make_agent=agent), args=config)
         run = Checkpoint(tmp_path / "ckpt" / "agent").load()
-        assert run is not None
         made = int(run.parts["run"]["updates"])
         # Acting ends at once, and learning a little later.
         assert 20 + steps // 8 <= made <= 20 + steps // 8 + 16
@@ -188,7 +185,6 @@ def test_runs_that_are_learned_from_together_have_to_fit_each_other(
     for theirs in ({"task": "bundled:catch"}, {"agent": "dreamer"}):
         shutil.copytree(collected, other, dirs_exist_ok=True)
         blueprint = read_blueprint(collected)
-        assert blueprint is not None
         changed = replace(blueprint, config=blueprint.config.changed(theirs))
         parts = {"agent": {}, BLUEPRINT: changed.save()}
         Checkpoint(other / "ckpt" / "agent").save(parts, step=10**9)
@@ -218,7 +214,6 @@ def test_the_command_trains_offline(
     assert "Training random on bundled:dummy" in said
     assert "2 episodes" in said
     blueprint = read_blueprint(tmp_path / "run")
-    assert blueprint is not None
     assert blueprint.config.offline == (str(collected), str(tmp_path / "copy"))
     assert blueprint.config.env_options == {"length": 25, "size": (8, 8)}
     assert worker_names(blueprint.config) == ["agent", "replay", "logger"]

@@ -1,85 +1,18 @@
-"""A run whose environments and replay are started by hand, over tcp and with the run key."""
+"""The run key, and mistakes in the command that starts a role by hand."""
 
 from __future__ import annotations
 
-import stat
-import subprocess
-import sys
-import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
-from fleet_parts import (
-    dummy_with_its_id,
-    fixed_address,
-    left_behind,
-    parts,
-    small_run,
-    stored_streams,
-)
-from launcher_parts import appears
+from fleet_parts import parts, small_run
 
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.parallel import combined
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.transport import Client, Disconnected, Keys
-
-ROLE = [str(Path(sys.executable).with_name("dreamfleet")), "role"]
-
-
-def role(name: str, *options: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [*ROLE, name, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-
-
-def tcp_run(logdir: Path) -> RunConfig:
-    """A run for which the environments and the replay are started elsewhere."""
-    addresses = {f"{name}_addr": fixed_address() for name in ("actor", "replay", "logger")}
-    # A policy call waits for all environments, so that none makes all the steps alone.
-    batch = {"actor_batch": 3, "actor_wait": 600.0}
-    return small_run(logdir, steps=300, remote_envs=True, remote_replay=True, **batch, **addresses)
-
-
-def test_roles_started_by_hand_on_another_machine_make_a_whole_run(tmp_path: Path) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    there.mkdir()
-    config = tcp_run(here)
-    hands: list[subprocess.Popen[bytes]] = []
-    ready = threading.Event()
-
-    def start_the_others(line: str) -> None:
-        """As a person does who has seen the run start, and has copied two files."""
-        if ready.is_set():
-            return
-        ready.set()
-        for name in ("config.json", "keys"):
-            (there / name).write_bytes((here / name).read_bytes())
-        (there / "keys").chmod(0o600)
-        stranger = there / "stranger.key"
-        Keys.generate().save(stranger)
-        options = ["--config", str(there / "config.json"), "--logdir", str(there)]
-        mine = [*options, "--keys", str(there / "keys")]
-        # Environment 3 has the wrong key, and so no part in the run.
-        hands.append(role("env", *options, "--keys", str(stranger), "--first", "3"))
-        hands.append(role("env", *mine, "--first", "0", "--count", "3"))
-        hands.append(role("replay", *mine))
-
-    try:
-        combined(**parts(config), args=config, say=start_the_others)
-        assert appears(there / "logs" / "env-3.log")  # nobody else has waited for the stranger
-    finally:
-        for process in hands:
-            process.terminate()
-        said = [process.communicate(timeout=100)[0].decode() for process in hands]
-    assert [process.returncode for process in hands] == [130, 130, 0], said
-    assert stat.S_IMODE((here / "keys").stat().st_mode) == 0o600
-    assert left_behind() == []
-    assert not (here / "replay").exists()
-    found = stored_streams(there / "replay")
-    assert len(found) == 3
-    assert sum(len(stream["action"]) for stream in found.values()) >= 300
 
 
 def test_a_stranger_gets_nothing_from_a_run_with_a_key(tmp_path: Path) -> None:
@@ -103,7 +36,7 @@ def test_a_stranger_gets_nothing_from_a_run_with_a_key(tmp_path: Path) -> None:
         raise Enough
 
     with pytest.raises(Enough):
-        combined(**parts(config, make_env_train=dummy_with_its_id), args=config, say=ask)
+        combined(**parts(config, make_env_train=partial(Paced, tmp_path)), args=config, say=ask)
     assert "found no server" in str(seen[0])
     assert "found no server" in str(seen[1])
     assert seen[2] is True

@@ -35,7 +35,6 @@ def serial(logdir: Path, **changes: Any) -> tuple[Any, dict[str, Any]]:
 
 def saved_step(logdir: Path) -> int:
     snapshot = Checkpoint(logdir / "ckpt" / "agent").load()
-    assert snapshot is not None
     return snapshot.step
 
 

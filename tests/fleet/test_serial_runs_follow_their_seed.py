@@ -17,6 +17,7 @@ from fleet_parts import rows, small_run, stored_steps
 from serial_parts import differences, play
 
 from dreamfleet.agents.api import AgentBase
+from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.envs import make_env
 from dreamfleet.replay import ReplayConfig
 from dreamfleet.replay.config import Fractions
@@ -123,9 +124,19 @@ def test_a_run_that_is_resumed_begins_new_episodes(tmp_path: Path) -> None:
     assert found.lives == 2 * config.envs
 
 
-def test_a_replay_that_was_removed_is_filled_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("removed", [("replay",), ("ckpt/replay",), ("replay", "ckpt/replay")])
+def test_a_replay_that_was_removed_is_filled_again(
+    tmp_path: Path, removed: tuple[str, ...]
+) -> None:
     config = small_run(tmp_path, **CATCH, batch_length=8, train_ratio=8.0)
     play(replace(config, steps=300))
-    shutil.rmtree(tmp_path / "replay")
+    for name in removed:
+        shutil.rmtree(tmp_path / name)
     play(config)
-    assert len(stored_steps(tmp_path / "replay")["is_first"]) == 300
+    assert len(stored_steps(tmp_path / "replay")["is_first"]) == 300 * (
+        1 + ("replay" not in removed)
+    )
+    snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
+    assert snapshot.step == snapshot.parts["replay"]["steps"] == 600
+    log = (tmp_path / "logs" / "serial.log").read_text()
+    assert ("steps less than the run has made" in log) == (removed == ("replay",))

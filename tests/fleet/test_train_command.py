@@ -52,7 +52,6 @@ def running(
     finally:
         process.kill()
         process.wait()
-        assert process.stdout is not None
         process.stdout.close()
 
 
@@ -76,7 +75,6 @@ def to_all_processes(pid: int, number: int) -> None:
     [
         pytest.param(signal.SIGTERM, os.kill, id="docker stop"),
         pytest.param(signal.SIGINT, os.killpg, id="Ctrl-C"),
-        pytest.param(signal.SIGTERM, os.killpg, id="timeout"),
         pytest.param(signal.SIGTERM, to_all_processes, id="scancel"),
     ],
 )
@@ -95,7 +93,6 @@ def test_a_signal_saves_and_leaves_nothing_behind(
         assert process.wait(200) == 130
         assert psutil.wait_procs(children.values(), timeout=60)[1] == []
     snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
-    assert snapshot is not None
     assert snapshot.step > 0
 
 
@@ -133,7 +130,6 @@ def test_a_closed_terminal_saves_and_leaves_nothing_behind(tmp_path: Path) -> No
         process.kill()
         process.wait()
     snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
-    assert snapshot is not None
     assert snapshot.step > 0
 
 
@@ -158,23 +154,21 @@ def test_the_fleet_ends_when_its_supervisor_is_killed(
 
 def test_dreamer_trains_and_resumes(tmp_path: Path) -> None:
     steps = []
-    for limit in (100, 150):
+    for limit, episodes in ((100, 0), (150, 2)):
         command = [*COMMAND, "--preset", "debug", "--logdir", str(tmp_path), "--steps", str(limit)]
-        command += ["--train-ratio", "8", "--eval-episodes", "2"]
+        command += ["--train-ratio", "8", "--eval-episodes", str(episodes)]
         command += ["--dreamer.execution.cache-dir", os.environ["DREAMFLEET_TESTS_CACHE"]]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "Evaluation: mean score" in done.stdout
+        assert ("Evaluation: mean score" in done.stdout) == bool(episodes)
         assert f"Results: {tmp_path}" in done.stdout.replace("\n", "")
         snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
-        assert snapshot is not None
         steps.append((snapshot.step, int(snapshot.parts["agent"]["counters/updates"])))
     (first, first_updates), (second, second_updates) = steps
-    evaluations = rows(tmp_path / "evaluations.jsonl")
-    assert [each["step"] for each in evaluations] == [first, second]
-    assert all(len(each["returns"]) == 2 for each in evaluations)
-    videos = sorted((tmp_path / "media" / "evaluation").iterdir())
-    assert [path.name for path in videos] == [f"{step:012d}.mp4" for step in (first, second)]
+    (evaluation,) = rows(tmp_path / "evaluations.jsonl")
+    assert (evaluation["step"], len(evaluation["returns"])) == (second, 2)
+    (video,) = (tmp_path / "media" / "evaluation").iterdir()
+    assert video.name == f"{second:012d}.mp4"
     assert 100 <= first < 150 <= second
     assert 0 < first_updates < second_updates
     # Everything was compiled before, once in each run, and the actor's parameters became newer.

@@ -13,10 +13,8 @@ from documents import ROOT, glossary
 from event_files import events
 from fleet_parts import rows
 
-from dreamfleet import ConfigError, configure, train
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
-from dreamfleet.config import read_config
 
 
 def test_a_serial_run_ends_at_its_target_and_tells_its_evaluation(tmp_path: Path) -> None:
@@ -33,7 +31,6 @@ def test_a_serial_run_ends_at_its_target_and_tells_its_evaluation(tmp_path: Path
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["serial.log"]
     assert not (tmp_path / "media").exists()
     snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
-    assert snapshot is not None
     assert snapshot.step >= 20 * 100
     tags = events(tmp_path / "tensorboard")
     assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= tags.keys()
@@ -62,28 +59,3 @@ def test_an_output_that_is_not_installed_is_refused_before_anything_starts(
     assert code == 2
     assert "pip install 'dreamfleet[wandb]'" in capsys.readouterr().err.replace("\n", " ")
     assert not logdir.exists()
-
-
-def test_python_trains_as_the_command_does(tmp_path: Path) -> None:
-    """The same checks, the same lines and the same files, and the result is returned."""
-    changes = {
-        "task": "bundled:dummy",
-        "agent": "random",
-        "launcher": "serial",
-        "envs": 2,
-        "steps": 300,
-        "eval_episodes": 2,
-        "outputs": ["jsonl"],
-        "logdir": tmp_path,
-    }
-    lines: list[str] = []
-    result = train(configure(changes), say=lines.append)
-    assert result is not None
-    assert result.returns == [10.0, 10.0]
-    assert lines[0] == f"Training random on bundled:dummy; everything goes to {tmp_path}"
-    assert lines[-1].endswith(f"Results: {tmp_path}")
-    assert rows(tmp_path / "evaluations.jsonl")[0]["returns"] == result.returns
-    assert read_config(tmp_path).agent == "random"
-    with pytest.raises(ConfigError, match="holds a run with task bundled:dummy"):
-        train(configure({**changes, "task": "bundled:catch"}))
-    assert train(configure({**changes, "steps": 400, "eval_episodes": 0})) is None

@@ -83,11 +83,9 @@ def test_a_run_is_stopped_and_resumed_from_its_page(tmp_path: Path) -> None:
         assert not page.get_by_role("button", name="Resume").is_visible()
         stop_run(page)
         before = read_record(logdir)
-        assert before is not None
         page.get_by_role("button", name="Resume").click()
         page.wait_for_selector(".dot.running")
         after = read_record(logdir)
-        assert after is not None
         assert (after.state, after.pid == before.pid) == ("running", False)
         last = page.evaluate(_REACHES, ".chart.score")
         wait(page, f"([least]) => ({_REACHES})('.chart.score') > least", last)
@@ -384,7 +382,6 @@ def a_live_run_grows_and_a_killed_process_is_seen(page: Any, folder: Path) -> No
     page.wait_for_selector(f"{row} .dot.running")
     page.wait_for_selector(".chart.low canvas")
     record = read_record(folder / "live")
-    assert record is not None
     victim = next(worker for worker in record.workers if worker.role == "env")
     assert victim.pid is not None
     os.kill(victim.pid, signal.SIGKILL)
@@ -499,7 +496,6 @@ def a_run_is_saved_stopped_and_resumed(page: Any, folder: Path) -> None:
     follow(page, "Overview")
     stop_run(page)
     record = read_record(folder / "live")
-    assert record is not None
     assert record.state == "ended"
     # Its environment is not part of the package, and the server does not trust it.
     page.get_by_role("button", name="Resume").click()

@@ -33,7 +33,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Terminal:
-    """A terminal's end that somebody looks at all the time: one that nobody reads gets full."""
+    """The other end of a terminal, which is read all the time: one that is not read gets full."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -126,14 +126,12 @@ def test_a_terminal_shows_the_run_and_another_one_sees_the_same(
     assert main(["status", str(tmp_path)]) == 0
     assert "not under way" in capsys.readouterr().out
     record = read_record(tmp_path)
-    assert record is not None
     assert record.state == "ended"
     assert {worker.state for worker in record.workers} == {"ended"}
 
 
 def env_1(watcher: Watcher) -> WorkerStatus:
     status = watcher.look()
-    assert status is not None
     (found,) = (worker for worker in status.workers if worker.name == "env-1")
     return found
 
@@ -142,8 +140,8 @@ def test_a_terminal_shows_why_a_run_stands_still(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the same words as the status from another terminal."""
-    nobody_starts_them = ("--remote-envs", "--actor-addr", resolve("ipc://{auto}"))
-    with on_a_terminal("--logdir", str(tmp_path), *nobody_starts_them) as (_, terminal):
+    never_started = ("--remote-envs", "--actor-addr", resolve("ipc://{auto}"))
+    with on_a_terminal("--logdir", str(tmp_path), *never_started) as (_, terminal):
         reason = "no observation from 2 environments (0, 1) yet"
         terminal.wait_for(re.escape(f"Waiting: {reason}"))
         assert main(["status", str(tmp_path), "--json"]) == 0
@@ -163,8 +161,6 @@ def test_the_end_of_a_run_is_left_on_the_screen(tmp_path: Path) -> None:
     assert "Traceback" not in text
 
 
-def test_a_directory_without_a_run_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_directory_without_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err

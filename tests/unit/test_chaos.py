@@ -1,33 +1,22 @@
-"""The parts of `make chaos`: faults, connections, the disk, accounts and the report."""
+"""The parts of `make chaos`: the schedule, accounts and the report. `tests/faults` runs it."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from chaos import faults
 from chaos.audit import Accounts, Findings, left_files
-from chaos.faults import ChaosError, Injector, Outcome, Recovery, attack
-from chaos.fleet import Fleet, cut
+from chaos.faults import Outcome, Recovery, attack
 from chaos.report import Report
-from chaos.schedule import Fault, Way, schedule
+from chaos.schedule import Fault, schedule
 
-from dreamfleet.config import RunConfig
-from dreamfleet.transport import ArgumentError, Client, Keys, Server
+from dreamfleet.transport import Server
 
-LONG = 120.0
 WORKERS = ("agent", "env-0", "env-4", "replay", "logger")
 SERVERS = {"agent", "replay", "logger"}
 
@@ -53,139 +42,12 @@ def test_threads_of_one_process_are_not_killed_one_by_one() -> None:
         assert fault.kind == "fill" or fault.targets == ("supervisor",)
 
 
-TITLED = """
-import sys, setproctitle
-setproctitle.setproctitle("dreamfleet env-0")
-print("titled", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_processes_with_a_title_are_known_as_those_of_the_fleet(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path / "run", tmp_path, [])
-    with subprocess.Popen(
-        [sys.executable, "-c", TITLED, "x" * 100],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=fleet.environment(),
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"titled\n"
-        (found,) = fleet.processes()
-        assert found.pid == process.pid
-        assert found.cmdline()[0].startswith("dreamfleet env-0")
-    assert fleet.processes() == []
-
-
-# --- connections ---------------------------------------------------------------------------------
-
-
-def cut_here(server: Server, way: Way = "both") -> list[str]:
-    """Cut the connections of a server of this process, and return their kinds."""
-    try:
-        return [kind.name for kind in cut(os.getpid(), server.address, faults._HOW[way])]
-    except PermissionError:
-        pytest.skip("Sockets of other processes need the right to trace them: run as root")
-
-
-@pytest.mark.parametrize("encrypted", [False, True])
-def test_connections_are_cut_in_the_servers_process_and_calls_go_on(encrypted: bool) -> None:
-    keys = Keys.generate() if encrypted else None
-    with careful(keys) as (server, _), Client(server.address, keys=keys) as client:
-        client.call("act", 0).result(LONG)
-        ways: tuple[Way, ...] = ("both", "up", "down")
-        for number, way in enumerate(ways, 1):
-            assert cut_here(server, way)
-            assert client.call("act", number).result(LONG) == number
-        assert client.stats()["connects"] == 4
-
-
-def test_what_users_talk_over_is_cut() -> None:
-    """Between processes of one machine that is a socket of packets."""
-    with careful(None) as (server, _), Client(server.address) as client:
-        kinds: list[str] = []
-        while "SOCK_SEQPACKET" not in kinds:  # which a connection has after some calls
-            for number in range(50):
-                client.call("act", number).result(LONG)
-            kinds = cut_here(server)
-
-
-@contextmanager
-def careful(keys: Keys | None) -> Iterator[tuple[Server, list[int]]]:
-    """A server that takes numbers, and those that it has taken."""
-    done: list[int] = []
-
-    def act(number: Any) -> int:
-        if type(number) is not int or not 0 <= number < 100:
-            raise ArgumentError("It is no number.")
-        done.append(number)
-        return number
-
-    server = Server("tcp://127.0.0.1:{auto}" if keys else "ipc://{auto}", "server", keys=keys)
-    server.bind("act", act, repeatable=True)
-    with server:
-        yield server, done
-
-
-@pytest.mark.parametrize("encrypted", [False, True])
-def test_attacks_are_refused_and_other_clients_do_not_notice(encrypted: bool) -> None:
-    keys = Keys.generate() if encrypted else None
-    with careful(keys) as (server, done), Client(server.address, keys=keys) as client:
-        client.call("act", 0).result(LONG)
-        sent, accepted = attack(random.Random(0), server.address, keys)
-        assert sent > 20
-        assert accepted == []
-        assert client.call("act", 1).result(LONG) == 1
-        assert client.stats()["connects"] == 1
-        assert done == [0, 1]
-
-
 def test_an_attack_that_a_server_accepts_is_told() -> None:
     server = Server("ipc://{auto}", "server")
     server.bind("act", lambda *values: len(values))
     with server:
         _, accepted = attack(random.Random(0), server.address, None)
     assert any(call.startswith("act(") for call in accepted)
-
-
-# --- the disk ------------------------------------------------------------------------------------
-
-FILLING = """
-import sys
-from pathlib import Path
-import psutil
-from chaos.faults import Disk
-
-if sys.argv[2] == "limit":
-    Disk._mount = lambda self: False
-me = [psutil.Process()]
-with Disk(Path(sys.argv[1]), 1 << 20) as disk:
-    folder = Path(sys.argv[1])
-    (folder / "before").write_bytes(bytes(5000))
-    disk.fill(me)
-    try:
-        (folder / "full").write_bytes(bytes(50_000))
-        said = "nothing"
-    except OSError as error:
-        said = error.strerror
-    disk.free(me)
-    (folder / "after").write_bytes(bytes(50_000))
-print(disk.kind, said)
-"""
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"), [("tmpfs", "No space left on device"), ("limit", "File too large")]
-)
-def test_a_disk_is_filled_and_freed(tmp_path: Path, kind: str, said: str) -> None:
-    folder = tmp_path / "run"
-    words = [sys.executable, "-c", FILLING, str(folder), kind]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    if kind == "tmpfs" and done.stdout.startswith("limit"):
-        pytest.skip("A full disk needs the right to mount a file system: sudo make test")
-    assert done.stdout.strip() == f"{kind} {said}"
-    # A file system of its own is seen by nobody else, and gone.
-    assert bool(list(folder.iterdir())) == (kind == "limit")
 
 
 # --- accounts and report --------------------------------------------------------------------------
@@ -208,7 +70,7 @@ def accounts(**changes: Any) -> Accounts:
 
 def test_accounts_that_agree_have_no_problems() -> None:
     assert accounts().problems(0) == []
-    # What a killed agent had not sent yet is nobody's loss.
+    # What a killed agent had not sent yet counts as no loss.
     assert accounts(findings=Findings(rows=1000, finished=40, lost_ends=5)).problems(5) == []
 
 
@@ -230,23 +92,6 @@ def test_accounts_that_agree_have_no_problems() -> None:
 def test_accounts_that_do_not_agree_are_named(change: dict[str, Any], words: str) -> None:
     (problem,) = accounts(**change).problems(5)
     assert words in problem
-
-
-def test_where_workers_were_is_shown_if_a_fleet_does_not_recover(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sent: list[tuple[str, int]] = []
-    fleet: Any = SimpleNamespace(
-        ended=False,
-        config=RunConfig(),
-        workers=lambda: {"agent": 1, "supervisor": 2},
-        signal=lambda *args: sent.append(args),
-    )
-    monkeypatch.setattr(faults, "_RECOVERY_SECONDS", 0.0)
-    injector = Injector(fleet, None, 0)  # type: ignore[arg-type]
-    with pytest.raises(ChaosError, match="Waited 0 s for every worker to run"):
-        injector._await(lambda: False, "every worker to run")
-    assert sent == [("agent", signal.SIGABRT)]
 
 
 def test_files_that_are_left_are_named(tmp_path: Path) -> None:

@@ -318,7 +318,7 @@ def test_one_that_waits_for_its_score_is_kept_until_it_has_it(tmp_path: Path) ->
 
 
 def test_hosts_write_one_checkpoint_in_parts(tmp_path: Path) -> None:
-    """Whoever reads it gets whole arrays, however many hosts have written it."""
+    """A reader gets whole arrays, however many hosts have written it."""
     whole = np.arange(24.0).reshape(2, 12)
     hosts = 3
     said: list[list[Any]] = []
@@ -345,7 +345,6 @@ def test_hosts_write_one_checkpoint_in_parts(tmp_path: Path) -> None:
     with ThreadPoolExecutor(hosts) as pool:
         (path,) = {done.result() for done in [pool.submit(save, host) for host in range(hosts)]}
     found = Checkpoint(tmp_path).load()
-    assert found is not None
     assert (found.path, found.step, found.score) == (path, 303, 5.0)
     assert found.parts["run"] == {"updates": 7}
     np.testing.assert_array_equal(found.parts["agent"].pop("split"), whole)

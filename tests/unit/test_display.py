@@ -223,9 +223,7 @@ class Endless(Looking):
         self._steps = itertools.count(1000, 1000)
 
 
-def test_a_notebook_shows_the_run_in_one_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_notebook_shows_run_in_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     enough = threading.Event()
 

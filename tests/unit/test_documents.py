@@ -75,7 +75,6 @@ def test_pages_over_their_budget_are_named(capsys: pytest.CaptureFixture[str]) -
 def test_the_path_is_linear() -> None:
     """Each page of the path ends with a link to the next, in the order of the side bar."""
     found = re.search(r'"The path": \[(.*?)\]', (ROOT / "docs" / "conf.py").read_text())
-    assert found is not None
     path = re.findall(r'"(\w+)"', found[1])
     index = (ROOT / "docs" / "README.md").read_text()
     assert re.findall(r"^\d+\. \[[^]]+\]\((\w+)\.md\)", index, re.MULTILINE) == path
@@ -198,7 +197,6 @@ def test_every_way_to_install_and_every_system_is_told() -> None:
 def test_one_table_says_what_every_preset_is_for() -> None:
     page = (ROOT / "docs" / "presets.md").read_text()
     table = re.search(r"\| preset \| for \|\n\|---\|---\|\n((?:\|.*\n)+)", page)
-    assert table is not None
     named = [re.findall(r"`(\w+)`", row.split("|")[1]) for row in table[1].splitlines()]
     assert sorted(name for row in named for name in row) == sorted(PRESETS)
 

@@ -176,7 +176,6 @@ def test_vectors_tokens_and_several_actions() -> None:
         "keys": (2,),
     }
     imagined = dream.step({**chosen, "move": [5.0, -0.5]})
-    assert imagined.action is not None
     np.testing.assert_array_equal(imagined.action["move"], np.array([1.0, -0.5], np.float32))
     assert imagined.obs["vector"].shape == (5,)
     assert imagined.obs["token"].dtype == np.int32
@@ -207,7 +206,6 @@ def test_the_policy_obeys_the_mask_that_is_predicted() -> None:
     dream.start({key: obs[key][None] for key in keys})
     for _ in range(20):
         allowed = dream.now.allowed
-        assert allowed is not None
         assert allowed.shape == (DOORS,)
         assert allowed.any()
         for greedy in (False, True):
@@ -233,7 +231,6 @@ def test_a_checkpoint_alone_will_do(run: Path, tmp_path: Path) -> None:
 
 def test_no_code_is_imported_because_a_checkpoint_names_it(run: Path, tmp_path: Path) -> None:
     blueprint = Policy.load(run).blueprint
-    assert blueprint is not None
     settings: Any = blueprint.config.agent_config
     named = replace(settings, model=replace(settings.model, decoder="evil_module:Decoder"))
     parts = replace(blueprint, config=replace(blueprint.config, agent_config=named)).save()
@@ -381,7 +378,6 @@ def test_a_vector_task_is_drawn_by_its_own_renderer(tmp_path: Path) -> None:
     imagined = dream.step(dream.act())
     assert imagined.obs["position"].shape == (2,)
     drawn = with_reality.draw(imagined.obs)
-    assert drawn is not None
     assert drawn.shape == (64, 64, 3)
     with_reality.close()
 

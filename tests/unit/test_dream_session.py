@@ -164,7 +164,6 @@ def test_an_environment_of_ones_own_is_made_with_trust(
     )
     (tmp_path / "own_catch.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    assert loaded.blueprint is not None
     dream = loaded.branch()
     config = replace(loaded.blueprint.config, task="own_catch:make")
     dream.blueprint = replace(loaded.blueprint, config=config)
@@ -199,7 +198,6 @@ def test_viewers_share_one_worker_up_to_a_number(run: Path) -> None:
     try:
         for name in "ab":
             assert host.open(name, run)["task"] == "bundled:catch"
-        assert host.process is not None
         pid = host.process.pid
         with pytest.raises(DreamfleetError, match="2 dreams are open"):
             host.open("c", run)
@@ -233,7 +231,6 @@ def test_the_worker_ends_with_the_last_dream_and_its_folder_with_the_server(run:
         for name in "ab":
             host.open(name, run)
         process = host.process
-        assert process is not None
         host.close("a")
         host.close_idle()
         assert host.call("b", "describe")["step"] == 70

@@ -109,9 +109,7 @@ def test_the_random_agent_draws_evenly_from_what_is_allowed() -> None:
         assert 850 < (drawn[::2] == 2).sum() < 1150
 
 
-def test_a_mask_that_forbids_all_allows_all_and_is_counted(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_mask_that_forbids_all_allows_all_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     agent = RandomAgent(spaces(Space(bool, (4,))), ONE)
     nothing = np.zeros((400, 4), bool)
     ended = observations(nothing, is_last=np.ones(400, bool))

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 jax.config.update("jax_num_cpu_devices", 8)
 sys.path.insert(0, TESTS)
-from agent_worlds import ACTIONS, IMAGE, VECTOR, config, observations, random_batch
+from agent_worlds import ACTIONS, IMAGE as spaces, config, observations, random_batch
 from dataclasses import replace
 from dreamfleet.agents import Dreamer
 from dreamfleet.agents.dreamer.runtime.devices import Placement
@@ -32,7 +32,6 @@ from own_parts import BARLOW, OWN_LOSSES
 kinds = OWN_LOSSES | BARLOW
 base = config
 config = lambda **options: replace(base(**options), loss=replace(base().loss, extra=kinds))
-spaces = VECTOR | IMAGE
 batch = random_batch(spaces, ACTIONS, size=8)
 
 def run(devices, **options):
@@ -94,7 +93,7 @@ rows = jax.device_put(np.ones(8, np.float32), Placement.of(config().execution, N
 text = jax.jit(looped).lower(rows).compile().as_text()
 assert sum(collectives_in_loops(text).values()) > 0, text
 
-# Devices that nobody chose: as many as a batch splits over.
+# Without a choice of devices: as many as a batch splits over.
 for count, expected in enumerate((1, 2, 2, 4, 4, 4, 4, 8), 1):
     placement = replace(Placement.of(config().execution, jax.devices()[:count]), chosen=False)
     assert placement.fitting(16).count == expected, count

@@ -366,7 +366,7 @@ def test_a_state_is_kept_while_training_goes_on(fresh: Dreamer) -> None:
     carry = fresh.init_train(4)
     for _ in range(3):
         carry, _, _ = fresh.train(carry, batch)
-    # A copy: what nobody else holds may be overwritten.
+    # A copy: what has no other reference may be overwritten.
     now = {name: np.array(value) for name, value in fresh.save().items()}
     later = fresh.save_later()
     for _ in range(2):
@@ -390,7 +390,7 @@ def test_a_state_that_is_kept_is_healthy_whatever_a_step_under_way_meets(fresh: 
     bad = random_batch(VECTOR, ACTIONS)
     bad["vector"][:] = np.nan
     fresh.train(fresh.init_train(4), bad)
-    step = fresh._unchecked.pop()  # as if it were under way: nobody has looked at it
+    step = fresh._unchecked.pop()  # as if it were under way, and not checked yet
     kept = fresh.save_later()()
     assert not fresh._state.healthy
     names = [name for name in before if not name.startswith("counters/")]

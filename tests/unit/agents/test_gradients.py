@@ -237,9 +237,7 @@ def rollout_of(state: TrainState, steps: int, rows: int, normal: Any) -> Rollout
     return result
 
 
-def test_imagination_is_the_same_in_the_form_of_every_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_imagination_is_same_in_the_form_of_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
     state = perturbed(init_state(config(), VECTOR, ACTIONS, seed=1))
     rng = np.random.default_rng(0)
     start = State(*(jnp.asarray(rng.standard_normal((6, 16), np.float32)) for _ in range(2)))

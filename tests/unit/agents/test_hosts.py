@@ -137,7 +137,6 @@ def together(programs: list[list[str]]) -> None:
 
 def state(folder: Path) -> Mapping[str, Any]:
     found = Checkpoint(folder).load()
-    assert found is not None
     return found.parts["agent"]
 
 

@@ -38,10 +38,7 @@ def test_lambda_return_by_hand(compiled: bool) -> None:
     [
         ({"warmup": 4}, [0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
         ({"warmup": 0}, [1.0] * 7),
-        (
-            {"warmup": 2, "decay": 4, "final_rate": 0.2},
-            [0.0, 0.5, 1.0, 0.6, 0.2, 0.2, 0.2],
-        ),
+        ({"warmup": 2, "decay": 4, "final_rate": 0.2}, [0.0, 0.5, 1.0, 0.6, 0.2, 0.2, 0.2]),
         ({"warmup": 4, "decay": 2, "final_rate": 0.2}, [0.0, 0.25, 0.5, 0.75, 1.0, 0.2, 0.2]),
         ({"warmup": 0, "decay": -1}, [1.0] * 7),  # of an agent without a run
     ],

@@ -115,10 +115,7 @@ def test_losses_that_would_hide_each_other_are_refused(tmp_path: Path, monkeypat
     (tmp_path / "other_parts.py").write_text(
         "from own_parts import Quiet\nclass reward(Quiet):\n    pass\n"
     )
-    for extra in (
-        {"own_parts:Quiet": 1.0, "other_parts:Quiet": 2.0},
-        {"other_parts:reward": 1.0},
-    ):
+    for extra in ({"own_parts:Quiet": 1.0, "other_parts:Quiet": 2.0}, {"other_parts:reward": 1.0}):
         with pytest.raises(ConfigError, match="two losses are called"):
             Dreamer(VECTOR, ACTIONS, with_losses(extra))
 
@@ -180,9 +177,8 @@ def test_a_sequence_starts_from_the_context_where_no_states_are_stored() -> None
     np.testing.assert_array_equal(sequence.previous["move"], batch["move"][:, context - 1 : -1])
 
 
-@pytest.mark.parametrize("context", [1, 3])
-def test_a_sequence_model_without_stored_states_trains_and_acts(context: int) -> None:
-    settings = forgetful(context)
+def test_a_sequence_model_without_stored_states_trains_and_acts() -> None:
+    context, settings = 3, forgetful(3)
     dreamer = find_agent("dreamer")
     assert dreamer.stored_space(VECTOR, ACTIONS, settings) == {}
     assert dreamer.context(settings) == context

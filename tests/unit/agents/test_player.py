@@ -29,13 +29,7 @@ def played(agent: Any, mode: str, steps: int = 4) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    "execution",
-    [
-        {},
-        {"compute_dtype": "bfloat16"},
-    ],
-)
+@pytest.mark.parametrize("execution", [{}, {"compute_dtype": "bfloat16"}])
 def test_a_player_acts_as_the_agent_whose_parameters_it_has(execution: dict[str, Any]) -> None:
     settings = config(**execution)
     agent = Dreamer(VECTOR, ACTIONS, settings, seed=3)

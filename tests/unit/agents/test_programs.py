@@ -37,9 +37,7 @@ def test_a_program_is_traced_once_for_the_same_shapes() -> None:
     assert traced == [3, 4]
 
 
-def test_a_loss_that_a_script_replaces_is_the_one_that_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_loss_that_a_script_replaces_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although compiled programs are kept, of which the one of the same settings is there."""
 
     def losses() -> dict[str, float]:

@@ -1,6 +1,5 @@
 """From an agent's name to its type, and what a type answers before an agent is made."""
 
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 
@@ -109,12 +108,3 @@ def test_a_type_needs_no_more_than_a_constructor() -> None:
     assert not least.sends_priority(settings)
     assert least.anywhere(settings) is settings
     assert least.process_environment(settings, {}) == {}
-
-
-def test_types_come_without_jax() -> None:
-    code = (
-        "import sys; from dreamfleet.agents import find_agent;"
-        "t = find_agent('dreamer'); t.stored_space({}, {}, t.config());"
-        "sys.exit('jax' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 import threading
@@ -60,121 +61,42 @@ class Mortal(Positions):
         Mortal.left -= 1
 
 
-class Kills(RuleBasedStateMachine):
-    """A replay (a tick and a size that outlive every kill) and its positions, which are killed at
-    any write of any operation, also while they recover."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.folder = Path(tempfile.mkdtemp())
-        self.tick = self.size = 0
-        self.made = self.drawn = 0  # what was stored and handed out, by our own count
-        self.seen_steps = self.seen_samples = 0
-        self.exact = True  # until files are lost
+def test_a_kill_at_any_write_of_an_import_counts_none_of_its_steps(tmp_path: Path) -> None:
+    """In the middle of the copy, and while a successor recovers. `ShardKills` has the other
+    operations, and `tests/simulation.py` kills a whole replay at each of its writes."""
+    limits = Limits()
+    for writes, copied, again in itertools.product(range(8), (False, True), range(4)):
+        path, tick = tmp_path / f"{writes}-{copied}-{again}", 20
         Mortal.left = float("inf")
-        self.open()
+        positions = Mortal(path, 0)
+        positions.stored(tick)
+        positions.sampled(3)
+        positions.granted(2.0)
+        before = positions.owed(limits, tick)
 
-    def teardown(self) -> None:
-        shutil.rmtree(self.folder)
-
-    def open(self) -> None:
-        while True:
-            try:
-                self.positions = Mortal(self.folder / "positions", self.tick)
-                self.positions.owed(Limits(), self.size)
-                return
-            except Killed:
-                Mortal.left = float("inf")
-
-    def survive(self, action: Callable[[], object], writes: int) -> bool:
-        """Run an action that is killed after so many writes; whether it was completed."""
-        Mortal.left = writes
-        try:
-            action()
-        except Killed:
-            Mortal.left = writes  # the successor is killed while it recovers, too
-            self.open()
-            return False
-        finally:
-            Mortal.left = float("inf")
-        return True
-
-    kill_after = st.integers(0, 6)
-
-    @rule(count=st.integers(1, 5), writes=kill_after)
-    def store(self, count: int, writes: int) -> None:
-        # The journal's commit is one store of its own, before which nothing happens here.
-        self.tick += count
-        self.size += count
-        self.made += count
-        self.survive(lambda: self.positions.stored(self.tick), writes)
-
-    @rule(count=st.integers(1, 4), writes=kill_after)
-    def sample(self, count: int, writes: int) -> None:
-        if self.survive(lambda: self.positions.sampled(count), writes):
-            self.drawn += count
-
-    @rule(count=st.integers(1, 9), reached=st.integers(0, 9), writes=kill_after)
-    def import_steps(self, count: int, reached: int, writes: int) -> None:
-        def copy() -> int:
-            self.tick += count
-            self.size += count
-            if reached < 3:  # killed in the middle of the copy
+        def copy(copied: bool = copied) -> int:
+            nonlocal tick
+            tick = 60
+            if not copied:
                 raise Killed
-            return self.tick
+            return tick
 
-        self.survive(lambda: self.positions.import_steps(copy), writes)
-
-    @rule(count=st.integers(0, 9), writes=kill_after)
-    def grant(self, count: int, writes: int) -> None:
-        self.survive(lambda: self.positions.granted(count), writes)
-
-    @rule(writes=kill_after)
-    def restart(self, writes: int) -> None:
         Mortal.left = writes
-        self.open()
+        with suppress(Killed):
+            positions.import_steps(copy)
+        Mortal.left = again
+        with suppress(Killed):
+            Mortal(path, tick)
         Mortal.left = float("inf")
-
-    @rule(writes=kill_after)
-    def lose_the_files(self, writes: int) -> None:
-        self.tick = self.size = 0
-        self.exact = False
-        Mortal.left = writes
-        self.open()
-        Mortal.left = float("inf")
-
-    @rule(more=st.integers(0, 5), writes=kill_after)
-    def raise_to(self, more: int, writes: int) -> None:
-        target = self.positions.steps + more
-        if self.survive(lambda: self.positions.raise_to(target), writes):
-            assert self.positions.steps == target
-        self.exact = self.exact and not more
-
-    @invariant()
-    def nothing_is_lost_or_counted_twice(self) -> None:
-        if self.exact:
-            assert self.positions.steps == self.made
-        assert self.positions.samples == self.drawn
-        assert self.positions.steps >= self.seen_steps
-        assert self.positions.samples >= self.seen_samples
-        self.seen_steps, self.seen_samples = self.positions.steps, self.positions.samples
-
-    @invariant()
-    def the_limiter_owes_the_same_after_a_restart_and_no_more_than_it_tolerates(self) -> None:
-        limits = Limits()
-        owed = self.positions.owed(limits, self.size)
-        assert -limits.tolerance <= owed <= limits.tolerance * limits.ratio
-        if self.size < limits.minsize:
-            assert owed == -limits.debt
-        assert Positions(self.folder / "positions", self.tick).owed(limits, self.size) == owed
-
-
-Kills.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
-TestKills = Kills.TestCase
+        positions = Mortal(path, tick)
+        assert (positions.steps, positions.samples) == (20, 3)
+        assert positions.owed(limits, tick) == before
+        positions.stored(tick + 4)
+        assert Mortal(path, tick + 4).steps == 24
 
 
 class AtOnce(SamplesPerInsert):
-    """A limiter that lets nobody wait: the machine has one thread, so nobody could end that."""
+    """A limiter that never waits: the machine has one thread, so nothing could end a wait."""
 
     def insert(self, count: int = 1, timeout: float | None = None, who: str = "writer") -> None:
         del timeout

@@ -16,10 +16,7 @@ from replay_history import History, add, open_replay, write_history
 from replay_model import InOrder, ModelReplay, all_items, batch, check_sequences, step, tags
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.replay import (
-    Replay,
-    StorageFullError,
-)
+from dreamfleet.replay import Replay, StorageFullError
 from dreamfleet.replay.storage.memory import Arena
 
 BYTES = 16384
@@ -32,8 +29,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"length": 0}, {"capacity": 0}, {"chunk": 0}, {"max_bytes": 0}],
+    "options", [{"length": 0}, {"capacity": 0}, {"chunk": 0}, {"max_bytes": 0}]
 )
 def test_settings_out_of_range_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
@@ -206,7 +202,6 @@ def test_it_warns_when_the_machine_cannot_hold_it(
     with Replay(4, 10**9, chunk=2**16) as replay:
         replay.add(wide)
         expected = replay.size_when_full()
-        assert expected is not None
         assert expected.disk == 0
         assert expected.ram > 4 * 10**13
         assert expected.ram > psutil.virtual_memory().total
@@ -216,7 +211,6 @@ def test_it_warns_when_the_machine_cannot_hold_it(
     with Replay(4, 10**9, directory, chunk=2**16) as replay:
         replay.add({"x": np.zeros(1000, np.float32)})
         expected = replay.size_when_full()
-        assert expected is not None
         assert expected.disk > 4 * 10**12
     assert "of disk when full" in caplog.text
     caplog.clear()
@@ -227,29 +221,23 @@ def test_it_warns_when_the_machine_cannot_hold_it(
 
 
 @pytest.mark.parametrize(("streams", "capacity", "chunk"), [(3, 100, 16), (16, 1000, 64)])
-def test_the_estimated_size_is_right(
-    directory: Path, streams: int, capacity: int, chunk: int
-) -> None:
+def test_estimated_size_is_right(directory: Path, streams: int, capacity: int, chunk: int) -> None:
     with Replay(3, capacity, directory, chunk=chunk) as replay:
         peak = 0.0
         for tag in range(3 * max(chunk, capacity // streams)):
             replay.add_batch(batch([step(tag, s) for s in range(streams)]), list(range(streams)))
             peak = max(peak, replay.stats()["disk_bytes"])
         expected = replay.size_when_full()
-        assert expected is not None
         assert peak <= expected.disk <= 1.5 * peak
 
 
-def test_a_batch_that_crosses_many_chunks_follows_each_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_batch_that_crosses_many_chunks_follows_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the steps are twice the work, also when all of them are of one stream."""
     work = []
     for count in (4000, 8000):
         with Replay(3, 10**5, chunk=4) as replay:
             replay.add(step(0))
             table = replay._table
-            assert table is not None
             follow = _Counted(table.store.previous)
             monkeypatch.setattr(table.store, "previous", follow)
             replay.add_batch(*tags(range(1, count)))

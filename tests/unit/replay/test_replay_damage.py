@@ -14,12 +14,7 @@ from replay_model import all_items
 
 from dreamfleet.files import COUNTER_WORDS
 from dreamfleet.replay.storage.files import header_bytes, read_chunk
-from dreamfleet.replay.storage.journal import (
-    _COMMITTED_WORD,
-    _HEADER_WORDS,
-    _RECORD_WORDS,
-    Journal,
-)
+from dreamfleet.replay.storage.journal import _COMMITTED_WORD, _HEADER_WORDS, _RECORD_WORDS, Journal
 
 BATCHES = 40
 
@@ -132,9 +127,7 @@ def test_a_journal_that_is_beyond_repair_is_kept_beside_the_new_one(
     assert "is kept as" in caplog.text
 
 
-def test_a_tick_far_above_the_others_does_not_move_a_journal_that_is_made_anew(
-    directory: Path,
-) -> None:
+def test_tick_far_above_others_does_not_move_a_journal_that_is_made_anew(directory: Path) -> None:
     made = history()
     last = sum(len(streams) for _, streams in made.batches[:BATCHES])
     path, row = newest(directory)

@@ -244,7 +244,7 @@ def test_a_damaged_ledger_costs_what_was_not_read_at_most(tmp_path: Path) -> Non
         assert scores(again, epoch, found[0].tick) == [2.0]
 
 
-def test_a_replay_that_nobody_reads_keeps_no_scores(tmp_path: Path) -> None:
+def test_a_replay_without_a_reader_keeps_no_scores(tmp_path: Path) -> None:
     with opened(tmp_path / "replay", capacity=10, follow=False) as replay:
         play(replay, *range(40))
         with pytest.raises(ReplayError, match="follow_episodes"):

@@ -13,7 +13,7 @@ from dreamfleet.replay import RateLimitedError, SamplesPerInsert
 
 
 def started(ratio: float = 2.0, tolerance: float = 4.0, minsize: int = 3) -> SamplesPerInsert:
-    """A limiter past its start, with nobody owing anything."""
+    """A limiter past its start, with nothing owed."""
     limiter = SamplesPerInsert(ratio, tolerance, minsize)
     limiter.load({"size": minsize, "avail": 0.0})
     return limiter
@@ -109,7 +109,7 @@ def test_threads_keep_the_ratio() -> None:
 
     def read() -> None:
         # 4000 inserts earn (4000 - 15) / 2 - 16 samples; give or take the tolerance, 1976 of them
-        # let everybody finish.
+        # let all threads finish.
         for _ in range(1976 // batch // 2):
             limiter.sample(batch, timeout=30)
 
@@ -149,7 +149,7 @@ def test_save_and_load() -> None:
 
 
 def test_debt_after_a_load_is_bounded() -> None:
-    """Whatever another setting left behind, nobody may catch up in one burst."""
+    """Whatever another setting left behind, neither side may catch up in one burst."""
     state = {"size": 10_000.0, "avail": 5_000.0}
     limiter = SamplesPerInsert(0.5, 8.0, 100)
     limiter.load(state)

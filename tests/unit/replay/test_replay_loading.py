@@ -8,15 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replay_history import CHUNK, LENGTH, History, add, open_replay, write_history
+from replay_history import CHUNK, LENGTH, History, open_replay, write_history
 from replay_model import InOrder, all_items, step, tags
 
-from dreamfleet.replay import (
-    Replay,
-    ReplayError,
-    SamplesPerInsert,
-    SchemaError,
-)
+from dreamfleet.replay import Replay, ReplayError, SchemaError
 from dreamfleet.replay.reading import StoredChain
 from dreamfleet.replay.storage.journal import Journal
 from dreamfleet.spaces import Space
@@ -71,15 +66,6 @@ def test_copied_streams_are_not_continued_after_a_restart(directory: Path, tmp_p
         assert all_items(replay) == loaded, "four steps of a new chain are no item of five"
 
 
-def test_steps_of_a_run_that_is_still_writing(directory: Path) -> None:
-    history = History()
-    with open_replay(directory) as writer, Replay(LENGTH, 1000, selector=InOrder()) as reader:
-        for number in range(30):
-            add(writer, history, number)
-        reader.load_directory(directory)
-        assert all_items(reader) == history.items(30)
-
-
 def test_more_steps_than_the_capacity_keep_the_newest(directory: Path) -> None:
     history = write_history(directory, 60)
     with Replay(LENGTH, 20, chunk=CHUNK, selector=InOrder()) as replay:
@@ -107,22 +93,6 @@ def test_directories_that_cannot_be_loaded_are_refused(directory: Path, tmp_path
             replay.load_directory(directory)
     with open_replay(directory) as replay, pytest.raises(ReplayError, match="own directory"):
         replay.load_directory(directory)
-
-
-def test_training_on_the_steps_of_another_run_alone(directory: Path) -> None:
-    write_history(directory, 60)
-    replay = Replay(LENGTH, 1000)
-    limiter = SamplesPerInsert(0, 1, 50)
-    limiter.load({"size": replay.load_directory(directory), "avail": 0.0})
-
-    def batches() -> dict[str, Any]:
-        limiter.sample(4, timeout=0)
-        return replay.sample(4)
-
-    for _ in range(100):
-        data = batches()
-        replay.update({"stepid": data["stepid"], "state": data["state"] + 1})
-    assert replay.stats()["samples"] == 400
 
 
 def test_chunks_that_another_run_removes_while_they_are_loaded(
@@ -209,10 +179,7 @@ def test_loading_again_that_fails_leaves_what_was_there(
 
 def test_a_stream_that_began_anew_is_not_joined_to_what_it_had(tmp_path: Path) -> None:
     """The other run has lost steps that were never copied."""
-    with (
-        Replay(2, 20, tmp_path, chunk=4) as other,
-        Replay(2, 1000, selector=InOrder()) as replay,
-    ):
+    with Replay(2, 20, tmp_path, chunk=4) as other, Replay(2, 1000, selector=InOrder()) as replay:
         other.add_batch(*tags(range(10)))
         replay.load_directory(tmp_path)
         other.add_batch(*tags(range(10, 60)))

@@ -11,12 +11,7 @@ import pytest
 from replay_model import InOrder, step, tags
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.replay import (
-    Replay,
-    ReplayError,
-    SchemaError,
-    StorageFullError,
-)
+from dreamfleet.replay import Replay, ReplayError, SchemaError, StorageFullError
 
 
 def test_sources_and_numbers_of_batches() -> None:

@@ -8,13 +8,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from replay_model import InOrder, ModelReplay, all_items, batch, check_sequences, step
 
 from dreamfleet.replay import Replay

@@ -63,7 +63,6 @@ def test_what_is_not_committed_is_not_read(tmp_path: Path) -> None:
     with Replay(1, 5000, tmp_path) as replay:
         add(replay, 0, 0, 12, 10)
         table = replay._table
-        assert table is not None
         [slot] = table.store.slot_of.values()
         table.store.ticks[slot, 12] = table.journal.committed + 1  # written, never acknowledged
         assert [each.length for each in stored_episodes([tmp_path])] == [2, 10]

@@ -222,7 +222,7 @@ def test_a_name_is_asked_for_again_when_its_server_is_gone(names: dict[str, list
         assert client.ping().result(120) == "pong"
 
 
-def test_a_name_that_nobody_knows_yet_is_waited_for(names: dict[str, list[str]]) -> None:
+def test_a_name_that_is_unknown_yet_is_waited_for(names: dict[str, list[str]]) -> None:
     with ping_server("tcp://127.0.0.1:{auto}") as server:
         port = server.address.rpartition(":")[2]
         with (
@@ -272,12 +272,10 @@ def listener(directory: Path, backlog: int | None) -> socket.socket:
     return made
 
 
-def test_the_next_server_removes_what_killed_ones_have_left_and_nothing_else(
-    temporary: Path,
-) -> None:
+def test_next_server_removes_what_killed_ones_have_left_and_nothing_else(temporary: Path) -> None:
     killed = [ServerProcess("ipc://{auto}") for _ in range(2)]
     assert len({folder(each.address) for each in killed}) == 2
-    # Of a process that is alive in another container, this one sees an id that nobody has.
+    # Of a process that is alive in another container, this one sees an id that no process has.
     resolving = "import dreamfleet.transport as t; print(t.resolve('ipc://{auto}'))"
     done = subprocess.run([sys.executable, "-c", resolving], capture_output=True, check=True)
     server = Server(done.stdout.decode().strip())

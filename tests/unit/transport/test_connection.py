@@ -5,10 +5,13 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
 from dreamfleet.transport import Client, Server
+from dreamfleet.transport import connection as module
 from dreamfleet.transport.address import resolve
 from dreamfleet.transport.codec import encode
 from dreamfleet.transport.connection import Connection, Event, Lost, Welcome
@@ -85,4 +88,19 @@ def test_a_connection_that_has_ended_takes_no_message(port: int) -> None:
     with server_at(port):
         assert isinstance(next(events(connection)), Welcome)
     connection.close()
+    waker.close()
+
+
+def test_unknown_address_is_asked_for_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause is a tenth of the time since the server was lost, and half a second at most."""
+    now, asked = [0.0], list[float]()
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    waker = Waker()
+    connection = Connection(lambda: asked.append(now[0]) or "", None, waker)
+    while now[0] < 7:
+        connection.collect()
+        now[0] = connection._retry_at
+    for before, after in pairwise(asked[1:]):
+        assert after - before == pytest.approx(min(max(0.02, before / 10), 0.5))
+    assert 40 < len(asked) < 70
     waker.close()

@@ -348,4 +348,4 @@ def test_a_call_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
     value = encode((np.zeros(6 * KB, np.uint8),) * 2)
     with pytest.raises(CodecError, match="in one call"):
         wire.pack(wire.CALL, 1, value, 1, "note")
-    assert wire.pack(wire.REPLY, 1, value)  # from a server, whom its clients trust
+    assert wire.pack(wire.REPLY, 1, value)  # from a server, which its clients trust

@@ -1,4 +1,4 @@
-"""The order of what follows batches, where the timing of a server cannot be forced."""
+"""What follows batches: its order, how calls share it, and what closing passes on."""
 
 import threading
 from typing import Any
@@ -10,22 +10,32 @@ from dreamfleet.transport.posting import PostQueue
 
 
 class Queue:
-    """A queue whose calls are kept, with the lock that a server would hold."""
+    """A queue whose calls are kept, with the lock that a server would hold. As many calls end as
+    are allowed to."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, allowed: int = 100, **options: Any) -> None:
         self.lists: list[list[int]] = []
+        self.errors: list[BaseException] = []
+        self.entered, self.allowed = threading.Semaphore(0), threading.Semaphore(allowed)
         self.lock = threading.Lock()
         self.room = 0
         settings = {"gather": 1000.0, "post_rows": 1000, "backlog": 2000, **options}
         self.queue = PostQueue(
             "Queue",
-            self.lists.append,
+            self.post,
             self.lock,
-            on_error=None,
+            on_error=self.errors.append,
             on_room=self.on_room,
             **settings,
         )
         self.queue.start()
+
+    def post(self, infos: list[int]) -> None:
+        self.entered.release()
+        assert self.allowed.acquire(timeout=60)
+        if infos == [-1]:
+            raise ValueError("afterwards")
+        self.lists.append(infos)
 
     def on_room(self) -> None:
         assert self.lock.locked()
@@ -39,26 +49,29 @@ class Queue:
         with self.lock:
             self.queue.put(number, rows, info)
 
+    def add(self, *infos: int, rows: int = 1) -> None:
+        """Batches that begin and end one after the other."""
+        for info in infos:
+            (number,) = self.reserve(rows)
+            self.put(number, rows, [info])
+
+    def await_call(self) -> None:
+        assert self.entered.acquire(timeout=60)
+
+    def close(self, seconds: float = 60.0) -> list[list[int]]:
+        self.queue.close(seconds)
+        self.allowed.release(100)
+        self.queue.thread.join(60)
+        assert self.queue.rows == 0
+        return self.lists
+
 
 def test_infos_keep_the_order_of_their_batches() -> None:
     queue = Queue()
-    queue.reserve(1, 1, 1, 1)
-    for number in (2, 1, 3, 0):
-        queue.put(number, 1, [number])
-    queue.queue.close(20)
-    assert queue.lists == [[0, 1, 2, 3]]
-    assert queue.queue.rows == 0
-
-
-def test_a_batch_that_failed_is_left_out_and_holds_up_nobody() -> None:
-    queue = Queue()
-    queue.reserve(1, 5, 1)
-    queue.put(2, 1, [2])
-    queue.put(1, 5, [])
-    queue.put(0, 1, [0])
-    queue.queue.close(20)
-    assert queue.lists == [[0, 2]]
-    assert queue.queue.rows == 0
+    queue.reserve(1, 5, 1, 1)
+    for number, info in ((2, [2]), (1, []), (3, [3]), (0, [0])):  # the second one has failed
+        queue.put(number, 5 if number == 1 else 1, info)
+    assert queue.close() == [[0, 2, 3]]
 
 
 def test_a_batch_that_never_ends_does_not_hold_up_the_others_at_the_end() -> None:
@@ -70,16 +83,40 @@ def test_a_batch_that_never_ends_does_not_hold_up_the_others_at_the_end() -> Non
     assert queue.lists == []
     queue.queue.close(20)
     assert queue.lists == [[1, 3]]
+    queue.put(0, 1, [0])  # what comes after the end is dropped
+    assert queue.lists == [[1, 3]]
 
 
-def test_what_comes_after_the_end_is_dropped() -> None:
-    queue = Queue()
-    queue.reserve(1, 1)
-    queue.put(0, 1, [0])
-    queue.queue.close(20)
-    queue.put(1, 1, [1])
-    assert queue.lists == [[0]]
-    assert queue.queue.rows == 0
+def test_rows_end_the_gathering() -> None:
+    """The time is not over for long."""
+    queue = Queue(post_rows=3)
+    queue.add(1, 2)
+    assert queue.lists == []
+    queue.add(3)
+    queue.await_call()
+    queue.add(4, 5, 6, 7)
+    queue.await_call()
+    assert queue.close() == [[1, 2, 3], [4, 5, 6], [7]]
+
+
+def test_time_ends_the_gathering() -> None:
+    queue = Queue(gather=0.01, post_rows=100)
+    for info in (1, 2):
+        queue.add(info)
+        queue.await_call()
+    assert queue.close() == [[1], [2]]
+
+
+def test_what_came_while_another_call_ran_shares_the_next_one_up_to_its_rows() -> None:
+    """Only a single batch may have more."""
+    queue = Queue(allowed=0, gather=0.0, post_rows=5)
+    queue.add(0)
+    queue.await_call()
+    for rows in (4, 1, 2, 7, 1):
+        queue.add(rows, rows=rows)
+    assert queue.lists == []
+    queue.allowed.release(100)
+    assert queue.close() == [[0], [4, 1], [2], [7], [1]]
 
 
 def test_room_is_told_once_when_the_backlog_is_full_no_longer() -> None:
@@ -89,8 +126,7 @@ def test_room_is_told_once_when_the_backlog_is_full_no_longer() -> None:
         assert queue.queue.full
         for number in range(3):
             queue.queue.put(number, 2, [number])
-    queue.queue.close(20)
-    assert queue.lists == [[0], [1], [2]]
+    assert queue.close() == [[0], [1], [2]]
     assert queue.room == 1
 
 
@@ -101,47 +137,36 @@ def test_a_queue_that_was_never_started_closes_at_once() -> None:
 
 def test_closing_gives_up_only_when_a_call_makes_no_progress() -> None:
     """The first call ends, the second one does not."""
-    started = threading.Semaphore(0)
-    go_on = threading.Semaphore(0)
-    lists: list[list[int]] = []
-
-    def post(infos: list[int]) -> None:
-        started.release()
-        assert go_on.acquire(timeout=60)
-        lists.append(infos)
-
-    lock = threading.Lock()
-    queue = PostQueue("Queue", post, lock, 0.0, 1, 100, None, lambda: None)
-    queue.start()
-    with lock:
-        for number in range(3):
-            queue.put(queue.reserve(1), 1, [number])
+    queue = Queue(allowed=0, gather=0.0, post_rows=1)
+    queue.add(0, 1, 2)
     problems: list[Timeout] = []
 
     def close() -> None:
         try:
-            queue.close(1.0)
+            queue.queue.close(1.0)
         except Timeout as problem:
             problems.append(problem)
 
     closer = threading.Thread(target=close)
     closer.start()
-    go_on.release()
-    assert started.acquire(timeout=20)
-    assert started.acquire(timeout=20)
-    closer.join(20)  # the second call does not end
+    queue.allowed.release()
+    queue.await_call()
+    queue.await_call()
+    closer.join(60)
     assert "passed nothing on for 1 s; 2 rows are dropped" in str(problems[0])
-    go_on.release(2)
-    queue.thread.join(20)
-    assert lists == [[0], [1]]
+    queue.allowed.release(2)
+    queue.queue.thread.join(60)
+    assert queue.lists == [[0], [1]]
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0])
-def test_no_time_drops_everything(seconds: float) -> None:
-    queue = Queue()
-    queue.reserve(1)
-    queue.put(0, 1, [0])
-    queue.queue.close(seconds)
-    queue.queue.thread.join(20)
-    assert queue.lists == []
-    assert queue.queue.rows == 0
+def test_no_time_drops_what_waits_and_reports_no_error_of_what_runs(
+    seconds: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client of the call that runs may have been closed meanwhile."""
+    queue = Queue(allowed=0, gather=0.0, post_rows=1)
+    queue.add(-1, 1, 2)
+    queue.await_call()
+    assert queue.close(seconds) == []
+    assert queue.errors == []
+    assert "afterwards" not in caplog.text

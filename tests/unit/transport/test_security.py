@@ -1,6 +1,4 @@
-"""Nobody gets in without the key."""
-
-from pathlib import Path
+"""A server with a key serves no client without it."""
 
 import pytest
 import zmq
@@ -8,46 +6,10 @@ import zmq
 from dreamfleet.transport import Client, Disconnected, Keys, SecurityError, Server
 
 
-def test_a_key_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
-    keys = Keys.generate()
-    keys.save(tmp_path / "key")
-    assert Keys.load(tmp_path / "key") == keys
-    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
-    assert [path.name for path in tmp_path.iterdir()] == ["key"]
-    Keys.generate().save(tmp_path / "key")
-    assert Keys.load(tmp_path / "key") != keys
-
-
-def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    Keys.generate().save(tmp_path / "key")
-    (tmp_path / "key").chmod(0o644)
-    with pytest.raises(SecurityError, match="chmod 600"):
-        Keys.load(tmp_path / "key")
-
-
-@pytest.mark.parametrize("text", ["", "abc", "zz" * 32, "00" * 31])
-def test_what_is_not_a_key_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "key").write_text(text)
-    (tmp_path / "key").chmod(0o600)
-    with pytest.raises(SecurityError):
-        Keys.load(tmp_path / "key")
-    with pytest.raises(SecurityError, match="Cannot read"):
-        Keys.load(tmp_path / "missing")
-
-
-def test_a_key_does_not_show_in_logs() -> None:
-    keys = Keys.generate()
-    assert keys.secret.hex() not in repr(keys)
-    assert repr(keys.secret) not in repr(keys)
-
-
-@pytest.mark.parametrize("host", ["*", "0.0.0.0"])
-def test_a_public_server_without_keys_is_refused(host: str) -> None:
-    with pytest.raises(SecurityError, match="open to every machine on the network: pass keys"):
-        Server(f"tcp://{host}:{{auto}}")
-
-
 def test_a_public_server_needs_keys_or_insecure() -> None:
+    for host in ("*", "0.0.0.0"):
+        with pytest.raises(SecurityError, match="open to every machine on the network: pass keys"):
+            Server(f"tcp://{host}:{{auto}}")
     Server("tcp://*:{auto}", keys=Keys.generate()).close()
     Server("tcp://*:{auto}", insecure=True).close()
 
@@ -60,8 +22,7 @@ def serve(keys: Keys | None) -> Server:
 
 
 @pytest.mark.parametrize(
-    ("server_has", "client_has"),
-    [("key", "none"), ("key", "other"), ("none", "key")],
+    ("server_has", "client_has"), [("key", "none"), ("key", "other"), ("none", "key")]
 )
 def test_without_the_right_key_a_client_gets_nothing(server_has: str, client_has: str) -> None:
     choice = {"key": Keys.generate(), "other": Keys.generate(), "none": None}
@@ -113,7 +74,7 @@ def test_strangers_cannot_disturb_the_others() -> None:
             asked = [stranger.ping() for stranger in strangers]
             for _ in range(200):
                 assert friend.ping().result(20) == "pong"
-            assert not any(future.done() for future in asked), "somebody has answered a stranger"
+            assert not any(future.done() for future in asked), "answered without a key"
     finally:
         for stranger in strangers:
             stranger.close(flush=0)

@@ -1,7 +1,8 @@
-"""Runs that make no progress say who waits for whom, and why."""
+"""Runs that make no progress say which role waits for which, and why."""
 
 from __future__ import annotations
 
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from fleet_parts import (
     Troubled,
     dummy_with_its_id,
     left_behind,
-    never_made,
     parts,
     sleep_for_ever,
     small_run,
@@ -35,7 +35,7 @@ class Reader:
 
     def __call__(self, line: str) -> None:
         self.lines.append(line)
-        if line.startswith("Waiting: ") and all(words in line for words in self._words):
+        if all(words in line for words in self._words):
             (self._folder / "go").touch()
             raise Understood
 
@@ -46,16 +46,8 @@ def stand_still(tmp_path: Path, changes: dict[str, Any], words: list[str], **mor
     base: dict[str, Any] = {"make_agent": CountingAgent, "make_env_train": dummy_with_its_id}
     fleet = parts(config, **{**base, **changes})
     with pytest.raises(Understood):
-        combined(**fleet, args=config, say=Reader(tmp_path, *words))
+        combined(**fleet, args=config, say=Reader(tmp_path, "Waiting: ", *words))
     assert left_behind() == []
-
-
-def test_environments_that_never_come_and_an_empty_replay(tmp_path: Path) -> None:
-    words = [
-        "no observation from 4 environments (0, 1, 2, 3) yet",
-        "training waits for the first steps: 0 of 16 were collected",
-    ]
-    stand_still(tmp_path, {"make_env_train": never_made}, words)
 
 
 def test_a_limiter_that_holds_the_actor(tmp_path: Path) -> None:
@@ -77,3 +69,12 @@ def test_a_batch_that_is_not_full_an_environment_that_hangs_and_a_limiter_that_h
     make = partial(Troubled, tmp_path, sleep_for_ever)
     settings = {"envs": 2, "envs_per_process": 1, "actor_batch": 2, "actor_wait": 1000.0}
     stand_still(tmp_path, {"make_env_train": make}, words, **settings)
+
+
+def test_a_replay_that_never_comes(tmp_path: Path) -> None:
+    words = ["the learner is waiting for the replay", "the replay has not reported"]
+    with tempfile.TemporaryDirectory(prefix="fleet-") as sockets:
+        settings = {"remote_replay": True, "replay_addr": f"ipc://{sockets}/replay"}
+        stand_still(tmp_path, {}, words, **settings)
+    # The agent has ended by itself, and was not left to be killed.
+    assert "stopped before its first update" in (tmp_path / "logs" / "agent.log").read_text()
