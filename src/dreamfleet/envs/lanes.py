@@ -24,6 +24,7 @@ lane plays on with actions of zeros, unseen, until its episode ends; if all lane
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -32,12 +33,11 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 from numpy.typing import NDArray
 
 from dreamfleet.envs.base import RESERVED, Arrays, Env, EnvError, NotFiniteError, Spaces
-from dreamfleet.envs.gym import GymTranslation, loggable_number, logged_names
+from dreamfleet.envs.gym import GymTranslation, InfoLog, loggable_number, reset_result
 from dreamfleet.envs.layouts import Asked
-from dreamfleet.envs.wrappers import Bounds, CheckSpaces, NormalizeActions, ResizeImages, Wrapper
+from dreamfleet.envs.wrappers import AgentEnv, Bounds, Wrapper
 from dreamfleet.errors import ConfigError
-from dreamfleet.masks import ActionMask
-from dreamfleet.spaces import LOG_PREFIX, RESET, Space, SpaceError, without_reset
+from dreamfleet.spaces import RESET, Space, SpaceError, without_reset
 
 Mask = NDArray[np.bool_]
 
@@ -87,11 +87,10 @@ class VectorLanes:
             raise SpaceError(
                 f"The key {taken[0]!r} of {name} is reserved: rename it with a wrapper."
             )
-        self._logged = logged_names(env, log_info, translation.obs_space)
-        logs = dict.fromkeys(self._logged, Space(np.float32))
-        self.obs_space: Spaces = {**translation.obs_space, **logs, **RESERVED}
+        self._info = InfoLog(env, log_info, translation.obs_space)
+        self.obs_space: Spaces = {**translation.obs_space, **self._info.spaces, **RESERVED}
         self.act_space: Spaces = {**translation.act_space, RESET: Space(bool)}
-        self.notes, self.unlogged = translation.notes, list[str]()
+        self.notes, self.unlogged = translation.notes, self._info.unlogged
         self.present: Mask = np.ones(lanes, bool)
         """Which lanes have an observation."""
         self._limit = 0
@@ -150,9 +149,10 @@ class VectorLanes:
 
     def _reset_all(self) -> Arrays:
         seed, self._seed, self._started = self._seed, None, True
-        result = self.env.reset(seed=seed) if seed is not None else self.env.reset()
+        result = self.env.reset(**({} if seed is None else {"seed": seed}))
         self._ended, self._unseen, self._waiting = (np.zeros(self.lanes, bool) for _ in range(3))
-        return self._send_firsts(self._observe(*result), np.ones(self.lanes, bool))
+        obs = self._observe(*reset_result(self.env, result))
+        return self._send_firsts(obs, np.ones(self.lanes, bool))
 
     def _begin(self, reset: Mask, firsts: Mask) -> Arrays:
         """Send first observations, and let the other lanes wait."""
@@ -219,38 +219,31 @@ class VectorLanes:
 
     def _observe(self, observation: Any, info: Mapping[str, Any]) -> Arrays:
         obs = self._translation.observe(observation)
-        count = len(next(iter(obs.values())))
-        for key, name in self._logged.items():
-            obs[key] = _numbers(info, name, count)
-        if info:
-            for name in info:
-                if name.startswith(LOG_PREFIX) and name not in (*self.obs_space, *self.unlogged):
-                    self.unlogged.append(name)
-        return obs
+        return obs | self._info.read(info, partial(_numbers, len(next(iter(obs.values())))))
 
     def _last_obs(self, begun: Arrays, info: Mapping[str, Any], done: Mask) -> Arrays:
         """The observations of this step: `final_obs` in lanes whose episode has ended."""
-        final = info.get("final_obs")
-        if final is None:
+        final, rows = info.get("final_obs"), np.flatnonzero(done)
+        by_lane = isinstance(final, np.ndarray) and final.dtype == object  # None in other lanes
+        if final is None or (by_lane and any(final[row] is None for row in rows)):
             raise EnvError(
                 f"{type(self.env).__name__} resets in the same step and returns no final_obs: "
                 "return it in info, or use the autoreset mode NEXT_STEP."
             )
-        if isinstance(final, np.ndarray) and final.dtype == object:  # None in the other lanes
-            rows = [final[lane] for lane in np.flatnonzero(done)]
+        if by_lane:
             space = self.env.single_observation_space
             batch: Any = create_empty_array(space, len(rows))
-            final = concatenate(space, rows, batch)
-            last = self._translation.observe(final)
+            last = self._translation.observe(
+                concatenate(space, [final[row] for row in rows], batch)
+            )
         else:  # of all lanes
-            last = {k: value[done] for k, value in self._translation.observe(final).items()}
+            last = {k: value[rows] for k, value in self._translation.observe(final).items()}
         about = info.get("final_info")
-        for key, name in self._logged.items():
-            last[key] = _numbers(info if about is None else about, name, self.lanes)[done]
+        logs = self._info.read(info if about is None else about, partial(_numbers, self.lanes))
         result = dict(begun)
-        for key, value in last.items():
+        for key, value in (last | {key: value[rows] for key, value in logs.items()}).items():
             result[key] = np.array(begun[key])
-            result[key][done] = value
+            result[key][rows] = value
         return result
 
     def render(self) -> NDArray[np.uint8] | None:
@@ -275,23 +268,18 @@ class OneLane(Wrapper):
         return {key: np.array(value[0]) for key, value in obs.items()}
 
 
-class Lanes(CheckSpaces):
-    """Lanes as agents take them: actions are normalised, images resized and observations checked.
-
-    A lane with NaN or infinity sends no observation, and starts a new episode.
-    """
+class Lanes(AgentEnv):
+    """Lanes as agents take them. One with NaN or infinity sends no observation, and starts a new
+    episode."""
 
     def __init__(
         self,
         lanes: VectorLanes,
-        bounds: Bounds | Mapping[str, Bounds] | None = None,
         size: tuple[int, int] | None = None,
+        action_bounds: Bounds | Mapping[str, Bounds] | None = None,
     ) -> None:
-        ActionMask.of(lanes.obs_space, lanes.act_space)
-        inner = cast(Env, lanes)
-        sized = ResizeImages(inner, size) if size else inner
-        super().__init__(NormalizeActions(sized, bounds), lanes=(lanes.lanes,))
-        self._vector, self.lanes, self.unlogged = lanes, lanes.lanes, lanes.unlogged
+        super().__init__(cast(Env, lanes), size, action_bounds, lanes=(lanes.lanes,))
+        self._vector, self.lanes = lanes, lanes.lanes
         self.not_finite: NotFiniteError | None = None
         """NaN or infinity in the last step."""
 
@@ -351,7 +339,7 @@ def _check(env: Any, lanes: int) -> AutoresetMode:
         ) from None
 
 
-def _numbers(info: Mapping[str, Any], name: str, lanes: int) -> NDArray[np.float32]:
+def _numbers(lanes: int, info: Mapping[str, Any], name: str) -> NDArray[np.float32]:
     """A number of each lane from `info`; -inf where it is missing."""
     given = info.get(name)
     if given is None or np.shape(given)[:1] != (lanes,):

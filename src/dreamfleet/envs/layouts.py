@@ -12,7 +12,7 @@ with three axes or more needs the option `image_layout`, for all observations or
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,11 +22,18 @@ from numpy.typing import NDArray
 
 from dreamfleet.envs.base import NotFiniteError
 from dreamfleet.errors import ConfigError
-from dreamfleet.spaces import SpaceError
+from dreamfleet.spaces import Space, SpaceError, without_logs
 
 NONE, FLAT = "none", "flat"
 Asked = str | Mapping[str, str] | None
 """The option `image_layout`."""
+Read = Callable[[Any], NDArray[Any]]
+"""Converts an observation or an action."""
+
+# The agent gets an integer vector as one-hot codes, unless an element has more choices than this,
+# or all its codes together are longer.
+MOST_CLASSES = 256
+_MOST_INPUTS = 32_768
 
 _LEAST_SIDE = 16
 # Layouts by number of axes, and the axis of the height in them; the width follows.
@@ -174,6 +181,58 @@ def find_layout(
             f"or set {_OPTION} to flat or none."
         )
     return Layout(key, axes, shape, black, white, kind)
+
+
+def arranged(
+    obs_space: Mapping[str, Space], asked: Asked
+) -> tuple[dict[str, tuple[Space, Read]], list[str]]:
+    """Conversions of the images of a native environment, and notes about them.
+
+    Bytes with three axes that are not recognised are taken as hwc, the native layout.
+    """
+    spaces = without_logs(obs_space)
+    wanted = layouts_asked(asked, {key: space.shape for key, space in spaces.items()})
+    readers: dict[str, tuple[Space, Read]] = {}
+    notes: list[str] = []
+    for key, space in spaces.items():
+        low, high, choice = space.low, space.high - space.discrete, wanted.get(key, "")
+        box = (space.dtype, space.shape, low, high)
+        layout = find_layout(key, *box, choice, otherwise="hwc")
+        if layout is None:
+            notes.append("" if choice else vector_note(key, space.dtype, space.shape))
+            if len(space.shape) > 2:
+                readers[key] = numbers(key, *box, flat=choice == FLAT)
+        elif not layout.plain:
+            readers[key] = Space(np.uint8, layout.image), layout
+            notes.append(layout.note)
+    return readers, [note for note in notes if note]
+
+
+def numbers(
+    key: str, dtype: Any, shape: tuple[int, ...], low: Any, high: Any, *, flat: bool = False
+) -> tuple[Space, Read]:
+    """The space and the conversion of an array that is no image. A leading axis stays."""
+    target = (int(np.prod(shape)),) if flat else shape
+    with np.errstate(over="ignore"):
+        low, high = (np.asarray(bound, np.float64).reshape(target) for bound in (low, high))
+        classes = high - low + 1
+        small = np.all(classes <= MOST_CLASSES) and np.sum(classes) <= _MOST_INPUTS
+        # More axes are for a custom encoder, and the default decoder predicts floats for them.
+        whole = np.dtype(dtype).kind in "iub" and np.all(low >= 0) and len(target) <= 2
+        if whole and small:
+            space = Space(np.int32, target, 0, high + 1)
+        else:
+            space = Space(np.float32, target, low.astype(np.float32), high.astype(np.float32))
+
+    def read(value: Any) -> NDArray[Any]:
+        array = (
+            as_integers(key, value, np.int32) if space.discrete else np.asarray(value, np.float32)
+        )
+        if not flat:
+            return array
+        return array.reshape((*array.shape[: max(0, array.ndim - len(shape))], *target))
+
+    return space, read
 
 
 def vector_note(key: str, dtype: Any, shape: tuple[int, ...]) -> str:

@@ -237,7 +237,7 @@ def test_every_call_is_told_before_it_is_made() -> None:
 def test_a_refused_observation_is_a_problem_and_no_crash() -> None:
     def make(seed: int):
         env = make_env("bundled:pointmass", seed=seed)
-        env.env.env.env._observe = lambda: {"position": np.zeros(2)}
+        env.env._observe = lambda: {"position": np.zeros(2)}
         return env
 
     assert "lacks 'goal'" in said(diagnose(make, steps=10).problems)
