@@ -7,12 +7,10 @@ whatever the start of the space is.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import gymnasium
@@ -27,26 +25,22 @@ from dreamfleet.envs.base import (
     EpisodicEnv,
     Outcome,
     Spaces,
-    UnknownTaskError,
 )
 from dreamfleet.envs.images import resize
 from dreamfleet.envs.info_mask import MaskFromInfo
 from dreamfleet.envs.layouts import (
-    FLAT,
     MOST_CLASSES,
     Asked,
+    Box,
     Read,
     as_integers,
-    find_layout,
     layouts_asked,
-    numbers,
-    vector_note,
+    read_box,
 )
 from dreamfleet.envs.registry import check_given, check_name
 from dreamfleet.envs.wrappers import Bounds, affine_actions
 from dreamfleet.errors import ConfigError, MissingExtraError
 from dreamfleet.masks import ACTION_MASK
-from dreamfleet.settings import load_module
 from dreamfleet.spaces import LOG_PREFIX, Space, SpaceError, is_image
 
 Observe = Literal["state", "pixels", "both"]
@@ -93,26 +87,20 @@ class GymTranslation:
             if 0 in (space.shape or ()):
                 self.notes.append(f"Observation {key!r} has shape {space.shape}: it is left out.")
                 continue
-            layout, choice = None, asked.get(key, "")
             if type(space).__name__ == "Box":
-                box = (space.dtype, space.shape, space.low, space.high)
-                layout = find_layout(key, *box, choice)
-                if layout is None:
-                    self.obs_space[key], read = numbers(key, *box, flat=choice == FLAT)
-                    self.notes.append("" if choice else vector_note(key, *box[:2]))
+                box = Box(key, np.dtype(space.dtype), space.shape, space.low, space.high)
+                target, read, note = read_box(
+                    box, asked.get(key, ""), image="" if path else "image"
+                )
+                key = "image" if target.image and not path else key
+                self.notes += [note] if note else []
             else:
-                self.obs_space[key], read = _observation(space, key, inside=bool(path))
-            if layout is not None:
-                if not path:
-                    key, layout = "image", replace(layout, key="image")
-                self.obs_space[key], read = Space(np.uint8, layout.image), layout
-                self.notes.append(layout.note)
+                target, read = _observation(space, key, inside=bool(path))
             if key in self._readers:
                 raise SpaceError(f"Two observations are named {key!r}: rename one of them.")
-            self._readers[key] = path, read
+            self.obs_space[key], self._readers[key] = target, (path, read)
         if not self._readers:
             raise SpaceError("The observation holds no number: there is nothing to learn from.")
-        self.notes = [note for note in self.notes if note]
         for path, space in _leaves(action_space, "action").items():
             key = _joined(path) or "action"
             self.act_space[key], write = _action(space, key, batched=batched)
@@ -327,27 +315,15 @@ class GymPlayer:
         return self._translation.act({**action, **scaled})
 
 
-def tasks() -> list[str]:
-    """The names of the tasks of this suite."""
-    return sorted(gymnasium.registry)
-
-
-def constructor(name: str) -> Callable[..., Env] | None:
-    """What makes a task of this suite. In `module:Id-v0` the module is imported first."""
-    module, colon, short = name.rpartition(":")
-    if colon:
-        load_module(module, name)
-    try:
-        spec = gymnasium.spec(short)
-    except gymnasium.error.Error:
-        if not colon:
-            return None
-        close = difflib.get_close_matches(short, gymnasium.registry, n=1, cutoff=0.8)
-        hint = f"did you mean {close[0]}?" if close else "check the spelling."
-        raise UnknownTaskError(f"The module {module!r} registers no {short}: {hint}") from None
-    if spec.entry_point is None:  # there is a vector environment only
-        return functools.partial(_make, short, vectorization="vector_entry_point")
-    return functools.partial(_make, short)
+def constructors() -> dict[str, Callable[..., Env]]:
+    """What makes the tasks of this suite, by name."""
+    only: dict[str, Any] = {
+        "vectorization": "vector_entry_point"
+    }  # where there is no other entry point
+    return {
+        name: functools.partial(_make, name, **({} if spec.entry_point else only))
+        for name, spec in gymnasium.registry.items()
+    }
 
 
 def _make(

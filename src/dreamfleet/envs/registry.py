@@ -3,10 +3,10 @@
 A task is `SUITE:NAME`, or `package.module:factory` for any callable that returns a Gymnasium or
 native environment, or `package.module:Id-v0` for an id that the module registers with Gymnasium.
 
-A suite is a module with two functions: `tasks()` lists its names, and `constructor(name)` returns
-what makes the environment, or None. Keyword arguments of that are the task's options, always with
-`seed`. A suite is imported when one of its tasks is made, so that an environment process loads only
-what it needs. A new one is a line in `SUITES`.
+A suite is a module with a function `constructors`: what makes the environments, by name. Keyword
+arguments of that are the task's options, always with `seed`. A suite is imported when one of its
+tasks is made, so that an environment process loads only what it needs. A new one is a line in
+`SUITES`.
 
 A factory that any process can import is known by its name, `module:name`. One that only this
 program has (a class of a script or a notebook, a lambda, a partial) is named after `__main__`. Such
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 from dreamfleet.envs.base import EnvError, UnknownTaskError
 from dreamfleet.envs.wrappers import ActionRepeat, AgentEnv, Bounds, TimeLimit
 from dreamfleet.errors import ConfigError, MissingExtraError, did_you_mean
-from dreamfleet.settings import Count, CountOrZero, convert, load_object
+from dreamfleet.settings import Count, CountOrZero, convert, load_module, load_object
 
 if TYPE_CHECKING:
     from dreamfleet.envs.lanes import Lanes
@@ -44,7 +44,7 @@ SUITES: Mapping[str, str] = {
     "gym": "dreamfleet.envs.gym",
     "dmc": "dreamfleet.envs.dmc",
     "atari": "dreamfleet.envs.atari",
-    "atari100k": "dreamfleet.envs.atari:Atari100k",
+    "atari100k": "dreamfleet.envs.atari:constructors_100k",
     "crafter": "dreamfleet.envs.crafter",
     "minigrid": "dreamfleet.envs.minigrid",
 }
@@ -258,8 +258,7 @@ def tasks(suite: str) -> list[str]:
     Raises:
         MissingExtraError: The suite's package is not installed.
     """
-    names: list[str] = _suite(suite).tasks()
-    return names
+    return sorted(_constructors(suite))
 
 
 def is_bundled(task: str) -> bool:
@@ -268,43 +267,54 @@ def is_bundled(task: str) -> bool:
     return suite in SUITES and ":" not in name
 
 
-def _suite(prefix: str) -> Any:
-    module, _, attribute = SUITES[prefix].partition(":")
-    loaded = importlib.import_module(module)
-    return getattr(loaded, attribute) if attribute else loaded
+def _constructors(suite: str) -> dict[str, Callable[..., Any]]:
+    module, _, name = SUITES[suite].partition(":")
+    found = getattr(importlib.import_module(module), name or "constructors")
+    return cast("dict[str, Callable[..., Any]]", found())
+
+
+def _in_suite(task: Task) -> bool:
+    """Whether a suite makes the task. `module:Id-v0` is an id as Gymnasium writes it."""
+    return isinstance(task, str) and (
+        task.partition(":")[0] in SUITES or bool(_GYM_ID.search(task))
+    )
 
 
 def _factory(task: Task) -> tuple[Callable[..., Any], Mapping[str, inspect.Parameter], bool]:
     """What makes the environments of a task, its parameters, and whether a suite has it."""
-    # `module:Id-v0` is an id as Gymnasium writes it.
-    suite = isinstance(task, str) and (task.partition(":")[0] in SUITES or _GYM_ID.search(task))
-    make = _constructor(task, in_suite=bool(suite)) if isinstance(task, str) else task
+    make, in_suite = _constructor(task) if isinstance(task, str) else task, _in_suite(task)
     # Options are checked by our own annotations; those of other packages may mean anything.
-    return make, inspect.signature(make, eval_str=bool(suite)).parameters, bool(suite)
+    return make, inspect.signature(make, eval_str=in_suite).parameters, in_suite
 
 
-def _constructor(task: str, *, in_suite: bool) -> Callable[..., Any]:
+def _constructor(task: str) -> Callable[..., Any]:
     prefix, colon, name = task.partition(":")
     if not colon or not name:
         raise UnknownTaskError(f"There is no task {task!r}: write SUITE:NAME.{_suggestions(task)}")
-    if prefix not in SUITES:
-        prefix, name = "gym", task
+    suite, name = (prefix, name) if prefix in SUITES else ("gym", task)
     try:
-        if in_suite:
-            make = _suite(prefix).constructor(name)
+        if not _in_suite(task):
+            make: Any = maker_of(task) if task.startswith(PROGRAM) else load_object(task)
+        elif suite == "gym" and ":" in name:  # the module is imported first
+            module, _, short = name.rpartition(":")
+            load_module(module, name)
+            make = (known := _constructors("gym")).get(short)
+            if make is None:
+                close = difflib.get_close_matches(short, known, n=1, cutoff=0.8)
+                hint = f"did you mean {close[0]}?" if close else "check the spelling."
+                raise UnknownTaskError(f"The module {module!r} registers no {short}: {hint}")
         else:
-            make = maker_of(task) if task.startswith(PROGRAM) else load_object(task)
+            make = _constructors(suite).get(name)
     except ConfigError as error:
         raise UnknownTaskError(f"{error}{_suggestions(task)}") from error
     if make is None:
-        own = f" If a module of yours registers it, write module:{name}." if prefix == "gym" else ""
+        own = f" If a module of yours registers it, write module:{name}." if suite == "gym" else ""
         raise UnknownTaskError(f"There is no task {task!r}.{_suggestions(task)}{own}")
     if not callable(make):
         raise UnknownTaskError(
             f"{task} is not callable: name a function that returns an environment."
         )
-    constructor: Callable[..., Any] = make
-    return constructor
+    return cast("Callable[..., Any]", make)
 
 
 def _suggestions(task: str) -> str:
