@@ -28,12 +28,20 @@ class Wrapper:
 
     def __init__(self, env: Env) -> None:
         self.env = env
-        self.obs_space, self.act_space = env.obs_space, env.act_space
+        self._obs_space, self._act_space = env.obs_space, env.act_space
         notes = getattr(env, "notes", None)
         self.notes = [str(note) for note in notes] if isinstance(notes, list) else []
         """What was recognised or assumed about the environment, a sentence each."""
         self.unlogged: list[str] = getattr(env, "unlogged", [])
         """Names in `info` that start with log/ and are not among the observations."""
+
+    @property
+    def obs_space(self) -> Spaces:
+        return self._obs_space
+
+    @property
+    def act_space(self) -> Spaces:
+        return self._act_space
 
     def step(self, action: Mapping[str, Any]) -> Arrays:
         return self.env.step(action)
@@ -141,7 +149,7 @@ class AgentEnv(Wrapper):
             self.notes += notes
         if ActionMask.of(env.obs_space, env.act_space):
             self.notes.append(f"Actions are masked by the observation {ACTION_MASK!r}.")
-        self.obs_space: Spaces = {}
+        self._obs_space = {}
         # Of each observation: dtype, shape, whether it may hold NaN, and a conversion.
         self._expected: dict[str, tuple[Any, tuple[int, ...], bool, Read | None]] = {}
         for key, given in env.obs_space.items():
@@ -149,11 +157,11 @@ class AgentEnv(Wrapper):
             if size and space.image:
                 space = Space(np.uint8, (*size, space.shape[2]))
                 read = functools.partial(_resized, key, read, size)
-            self.obs_space[key] = space
+            self._obs_space[key] = space
             self._expected[key] = space.dtype, (*lanes, *space.shape), not space.discrete, read
         self._affine, assumed = affine_actions(env.act_space, action_bounds)
         self.notes += assumed
-        self.act_space = {
+        self._act_space = {
             key: Space(np.float32, space.shape, -1, 1) if key in self._affine else _unified(space)
             for key, space in env.act_space.items()
         }
@@ -295,14 +303,21 @@ def affine_actions(
     act_space: Spaces, bounds: Bounds | Mapping[str, Bounds] | None = None
 ) -> tuple[dict[str, Read], list[str]]:
     """Functions that map each continuous action from -1..1 to its own bounds, and a note for each
-    assumed bound.
+    assumed bound. A missing bound is -1 or 1, or 1 beyond the other bound if that lies further out.
+
+    Args:
+        act_space: The actions.
+        bounds: What missing bounds are instead, for all or by key.
 
     Raises:
         ConfigError: `bounds` are given for an action that has bounds.
     """
-    lacking = [
-        key for key, space in act_space.items() if not space.discrete and np.any(_missing(space))
-    ]
+    missing = {
+        key: np.stack([space.low < -_UNBOUNDED, space.high > _UNBOUNDED])
+        for key, space in act_space.items()
+        if not space.discrete
+    }
+    lacking = [key for key, where in missing.items() if where.any()]
     named = list(bounds) if isinstance(bounds, Mapping) else lacking if bounds else []
     if bounds is not None and (not named or set(named) - set(lacking)):
         wrong = next((key for key in named if key not in lacking), "")
@@ -312,45 +327,27 @@ def affine_actions(
         )
     native: dict[str, Read] = {}
     notes = []
-    for key, space in act_space.items():
-        if not space.discrete:
-            given = bounds.get(key) if isinstance(bounds, Mapping) else bounds
-            bounded = _bounded(key, space, given)
-            native[key] = _affine(bounded)
-            if key in lacking and given is None:
-                notes.append(_assumed(key, bounded, _missing(space)))
+    for key, (below, above) in missing.items():
+        space, given = act_space[key], bounds.get(key) if isinstance(bounds, Mapping) else bounds
+        lowest: Any = given[0] if given else np.minimum(-1, np.where(above, 1, space.high) - 1)
+        highest: Any = given[1] if given else np.maximum(1, np.where(below, -1, space.low) + 1)
+        low, high = np.where(below, lowest, space.low), np.where(above, highest, space.high)
+        if np.any(low > high) or (given and not given[0] < given[1]):
+            raise ConfigError(
+                f"action_bounds={list(given or ())} leaves nothing of action {key!r}, which is "
+                f"{space}: give a low value and a higher one."
+            )
+        native[key] = _affine(low, high, space.dtype)
+        if key in lacking and given is None:
+            notes.append(_assumed(key, low, high, missing[key]))
     return native, notes
 
 
-def _missing(space: Space) -> NDArray[np.bool_]:
-    """Which lower and which upper bounds are missing."""
-    missing: NDArray[np.bool_] = np.stack([space.low < -_UNBOUNDED, space.high > _UNBOUNDED])
-    return missing
-
-
-def _bounded(key: str, space: Space, given: Bounds | None) -> Space:
-    """The space with the bounds that it lacks."""
-    below, above = _missing(space)
-    low = np.where(below, given[0] if given else -1.0, space.low)
-    high = np.where(above, given[1] if given else 1.0, space.high)
-    if not given:
-        low, high = (
-            np.where(below, np.minimum(low, high - 1), low),
-            np.where(above, np.maximum(high, low + 1), high),
-        )
-    if np.any(low > high) or (given and not given[0] < given[1]):
-        raise ConfigError(
-            f"action_bounds={list(given or ())} leaves nothing of action {key!r}, which is "
-            f"{space}: give a low value and a higher one."
-        )
-    return Space(space.dtype, space.shape, low, high)
-
-
-def _assumed(key: str, bounded: Space, missing: NDArray[np.bool_]) -> str:
+def _assumed(key: str, low: Any, high: Any, missing: NDArray[np.bool_]) -> str:
     """The note about assumed bounds."""
     where = missing.any(0)
-    low, high = bounded.low[where], bounded.high[where]
-    ranges = sorted({f"{a:g} to {b:g}" for a, b in zip(low.flat, high.flat, strict=True)})
+    pairs = zip(low[where].flat, high[where].flat, strict=True)
+    ranges = sorted({f"{a:g} to {b:g}" for a, b in pairs})
     some = "" if where.all() else f" in {where.sum()} of {where.size} dimensions"
     acts = ", ".join(ranges[:3]) + (", ..." if len(ranges) > 3 else "")
     lacks = "no bounds" if missing[:, where].all() else "a bound missing"
@@ -360,9 +357,8 @@ def _assumed(key: str, bounded: Space, missing: NDArray[np.bool_]) -> str:
     )
 
 
-def _affine(space: Space) -> Read:
-    """From -1..1 to the bounds of a space."""
-    low, high, dtype = space.low, space.high, space.dtype
+def _affine(low: NDArray[Any], high: NDArray[Any], dtype: Any) -> Read:
+    """From -1..1 to these bounds."""
     center, half = (low + high) / 2, (high - low) / 2
 
     def convert(value: Any) -> NDArray[Any]:
