@@ -123,14 +123,8 @@ class VectorLanes:
         wanted = self._over | (np.asarray(action[RESET], bool) & self.present)
         if len(action) == 1 or not self._started:
             return self._reset_all()
-        if self.present.all():
-            self._actions = {key: np.asarray(action[key]) for key in self._actions}
-        else:
-            rows = self.present
-            held = {key: np.array(value) for key, value in self._actions.items()}
-            for key, value in held.items():
-                value[rows] = np.asarray(action[key])[rows]
-            self._actions = held
+        given = {key: np.asarray(action[key]) for key in self._actions}
+        self._actions = given if self.present.all() else _mixed(self._actions, given, self.present)
         # In the middle of an episode, as far as the library knows.
         middle = wanted & ~self._ended & ~self._waiting & ~self._unseen
         firsts = wanted & self._waiting
@@ -138,10 +132,7 @@ class VectorLanes:
             self._unseen, self._over = self._unseen | middle, self._over | middle
             if self._unseen.all():
                 return self._reset_all()
-            for key, value in self._actions.items():
-                idle = np.array(value)
-                idle[middle] = 0
-                self._actions[key] = idle
+            self._actions = _replaced(self._actions, middle, dict.fromkeys(self._actions, 0))
             middle = np.zeros_like(middle)
         if middle.any() or firsts.any():
             return self._begin(middle, firsts)
@@ -158,14 +149,11 @@ class VectorLanes:
         """Send first observations, and let the other lanes wait."""
         obs = self._first
         if reset.any():
-            observation, info = self.env.reset(options={"reset_mask": reset.copy()})
-            begun = self._observe(observation, info)
+            begun = self._observe(*self.env.reset(options={"reset_mask": reset.copy()}))
             if len(next(iter(begun.values()))) < self.lanes:  # EnvPool returns those it has reset
-                full = {k: np.zeros((self.lanes, *v.shape[1:]), v.dtype) for k, v in begun.items()}
-                for key, value in full.items():
-                    value[reset] = begun[key]
-                begun = full
-            obs = _merged(begun, self._first, firsts)
+                zeros = {k: np.zeros((self.lanes, *v.shape[1:]), v.dtype) for k, v in begun.items()}
+                begun = _replaced(zeros, reset, begun)
+            obs = _mixed(begun, self._first, firsts) if firsts.any() else begun
         self._waiting = self._waiting & ~firsts
         return self._send_firsts(obs, reset | firsts)
 
@@ -186,31 +174,21 @@ class VectorLanes:
         # Some libraries return arrays that they write to again.
         terminal = np.array(terminated, bool) & ~first
         done = (terminal | np.asarray(truncated, bool)) & ~first
-        over = done
         self._taken = np.where(first, 0, self._taken + 1)
-        if self._limit:
-            over = done | (self._taken >= self._limit)
+        over = done | (self._taken >= self._limit) if self._limit else done
         if self._mode is AutoresetMode.NEXT_STEP:
             self._ended = done
         elif self._mode is AutoresetMode.SAME_STEP and done.any():
             begun, obs = obs, self._last_obs(obs, info, done)
             # Lanes whose first observation still waits are those that are done now.
             self._first, self._waiting = begun, done
-        seen = ~self._unseen | first
-        if self._mode is AutoresetMode.SAME_STEP:
-            self._unseen = self._unseen & ~done  # its first observation is sent next
-        else:
-            self._unseen = self._unseen & ~first
+        self.present = seen = ~self._unseen | first
+        # With SAME_STEP the first observation is sent next.
+        self._unseen = self._unseen & ~(done if self._mode is AutoresetMode.SAME_STEP else first)
         self._over = np.where(seen, over, self._over)
-        self.present = seen
         values = np.where(first, np.float32(0), np.asarray(reward, np.float32).reshape(self.lanes))
-        return {
-            **obs,
-            "reward": values,
-            "is_first": first,
-            "is_last": over,
-            "is_terminal": terminal,
-        }
+        flags = {"is_first": first, "is_last": over, "is_terminal": terminal}
+        return {**obs, "reward": values, **flags}
 
     def give_up(self, rows: Mask) -> None:
         """Send no observation of these lanes, and start a new episode in them."""
@@ -240,11 +218,7 @@ class VectorLanes:
             last = {k: value[rows] for k, value in self._translation.observe(final).items()}
         about = info.get("final_info")
         logs = self._info.read(info if about is None else about, partial(_numbers, self.lanes))
-        result = dict(begun)
-        for key, value in (last | {key: value[rows] for key, value in logs.items()}).items():
-            result[key] = np.array(begun[key])
-            result[key][rows] = value
-        return result
+        return _replaced(begun, rows, last | {key: value[rows] for key, value in logs.items()})
 
     def render(self) -> NDArray[np.uint8] | None:
         """The frame of the first lane."""
@@ -353,11 +327,14 @@ def _numbers(lanes: int, info: Mapping[str, Any], name: str) -> NDArray[np.float
     return numbers if there is None else np.where(there, numbers, _MISSING)
 
 
-def _merged(one: Arrays, other: Arrays, rows: Mask) -> Arrays:
+def _mixed(one: Arrays, other: Arrays, rows: Mask) -> Arrays:
     """Some rows of the other arrays among those of the one."""
-    if not rows.any():
-        return one
-    result = {key: np.array(value) for key, value in one.items()}
-    for key, value in result.items():
-        value[rows] = other[key][rows]
-    return result
+    return _replaced(one, rows, {key: other[key][rows] for key in one})
+
+
+def _replaced(arrays: Arrays, rows: NDArray[Any], values: Mapping[str, Any]) -> Arrays:
+    """Copies of arrays with other values in some rows."""
+    copies = {key: np.array(arrays[key]) for key in values}
+    for key, value in values.items():
+        copies[key][rows] = value
+    return {**arrays, **copies}
