@@ -132,7 +132,14 @@ def diagnose(
         UnknownTaskError: There is no such task.
         MissingExtraError: Its package is not installed.
     """
-    play, compared = _Play(steps, seed, tell), min(steps, _COMPARED_STEPS)
+    call, compared = CurrentCall(), min(steps, _COMPARED_STEPS)
+
+    def told(*fields: Any) -> None:
+        nonlocal call
+        call = CurrentCall(*fields)
+        tell(*fields)
+
+    play = _Play(steps, seed, told)
     result = play.result
     try:
         start = time.perf_counter()
@@ -174,12 +181,12 @@ def diagnose(
         result.problems.append(Finding(str(error), "", cause))
         return result
     except (Exception, SystemExit) as error:
-        result.problems.append(_raised(error, play.current, result))
+        result.problems.append(_raised(error, call, result))
         return result
     result.hints += _values(result, play.trajectory)
     if make_visible and not result.frames:
         # The environment for training does not render.
-        visible = _Play(compared, seed, tell)
+        visible = _Play(compared, seed, told)
         try:
             if shown := visible.made(make_visible, seed, 1):
                 try:
@@ -217,27 +224,20 @@ def different_spaces(one: Sequence[Mapping[str, Space]], two: Sequence[Mapping[s
 
 
 class _Play:
-    """Random actions in one environment: so many steps, and the resets that they need.
-
-    What it finds is in `result`, even if a step raises; `current` is the call that is under way.
-    """
+    """Random actions in one environment: so many steps, and the resets that they need. What is
+    found is in `result`, even if a step raises."""
 
     def __init__(self, steps: int, seed: int, tell: Tell) -> None:
         self._steps, self._seed, self._tell = steps, seed, tell
-        self.result, self.current = Diagnosis(), CurrentCall()
-        self.trajectory: list[Arrays] = []
-
-    def _calls(self, name: Call, done: int) -> None:
-        self.current = CurrentCall(name, done, self._steps)
-        self._tell(*self.current)  # type: ignore[arg-type]
+        self.result, self.trajectory = Diagnosis(), list[Arrays]()
 
     def made(self, make: Callable[[int], Made], seed: int, before: int = 0) -> Made:
-        self._calls("constructor", before)
+        self._tell("constructor", before, self._steps)
         return make(seed)
 
     def close(self, env: Env) -> None:
         if close := getattr(env, "close", None):
-            self._calls("close", 0)
+            self._tell("close", 0, 0)
             close()
 
     def run(self, env: Env, frames: int = _FRAMES) -> None:
@@ -252,7 +252,7 @@ class _Play:
                 action = noop(env.act_space) if reset else sample_action(env.act_space, rng)
                 if mask and not reset:
                     action[mask.name] = mask.sample(rng, copy[ACTION_MASK])
-                self._calls("reset" if reset else "step", len(times))
+                self._tell("reset" if reset else "step", len(times), self._steps)
                 start = time.perf_counter()
                 obs = env.step(action)
                 elapsed = time.perf_counter() - start
@@ -274,26 +274,21 @@ class _Play:
                     )
                 shown = not reset and len(times) % max(1, self._steps // _FRAMES) == 0
                 if shown and len(result.frames) < frames:
-                    self._calls("render", len(times))
+                    self._tell("render", len(times), self._steps)
                     frame = frame_of(copy)
                     result.frames += [] if frame is None else [frame]
         finally:
             result.steps = len(times)
             # The median, because a step may have waited for a CPU.
             result.steps_per_second = 1 / max(statistics.median(times), 1e-9) if times else 0.0
-            self._count_episodes()
-
-    def _count_episodes(self) -> None:
-        scores, lengths, score, length = [], [], 0.0, 0
-        for obs in self.trajectory:
-            goes_on = not obs["is_first"]
-            score, length = goes_on * (score + float(obs["reward"])), goes_on * (length + 1)
-            if obs["is_last"]:
-                scores.append(score)
-                lengths.append(length)
-        self.result.episodes = len(scores)
-        if scores:
-            self.result.score, self.result.length = float(np.mean(scores)), float(np.mean(lengths))
+            episodes, score, length = [], 0.0, 0
+            for obs in self.trajectory:
+                goes_on = not obs["is_first"]
+                score, length = goes_on * (score + float(obs["reward"])), goes_on * (length + 1)
+                episodes += [(score, length)] if obs["is_last"] else []
+            result.episodes = len(episodes)
+            if episodes:
+                result.score, result.length = map(float, np.mean(episodes, 0))
 
     def difference(self, env: Env, steps: int) -> str:
         """Play another environment and close it; returns where it differs."""
