@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from dreamfleet.config import RunConfig
 from dreamfleet.envs.gym import GymTranslation
 from dreamfleet.envs.wrappers import affine_actions
-from dreamfleet.errors import ConfigError, first_line, import_extra
+from dreamfleet.errors import ConfigError, DreamfleetError, first_line, import_extra
 from dreamfleet.files import fsync
 from dreamfleet.policy import Blueprint, read_blueprint
 from dreamfleet.replay import Replay
@@ -65,7 +65,17 @@ def dataset_source(path: Path | str) -> tuple[Path, Blueprint]:
         ConfigError: The dataset cannot be used.
         MissingExtraError: Minari is not installed.
     """
-    folder = _found(str(path))
+    try:
+        return _source(_found(str(path)), path)
+    except DreamfleetError:
+        raise
+    except Exception as error:  # of a damaged file, in any package that takes part
+        raise ConfigError(
+            f"{path} cannot be used ({first_line(error)}): it is damaged, or no Minari dataset."
+        ) from error
+
+
+def _source(folder: Path, path: Path | str) -> tuple[Path, Blueprint]:
     raw = json.loads((folder / _METADATA).read_text())
     if not {"observation_space", "action_space"} <= raw.keys():
         # Minari would import and make the environment that the file names.

@@ -59,10 +59,12 @@ def push(
         private: Make a repository that others do not see.
 
     Raises:
-        ConfigError: There is no checkpoint, or no such name is possible.
+        ConfigError: There is no checkpoint or no such video, or no such name is possible.
         MissingExtraError: The Hub's client is not installed.
         HubError: The Hub refuses it.
     """
+    if video is not None and not video.is_file():
+        raise ConfigError(f"{video} does not exist: name an MP4 file, or leave --video out.")
     api = _client(repository).HfApi()
     with temporary_folder("dreamfleet-push-") as folder:
         stage(path, repository, folder, which=which, video=video)

@@ -41,7 +41,9 @@ def find_source(path: Path | str) -> Source:
         run = run.parent
         directories = [each for each in replay_directories(run) if each.name == Path(path).name]
     if not directories:
-        raise ConfigError(f"{path} holds no replay: name a run's directory.")
+        raise ConfigError(
+            f"{path} holds no replay and is no Minari dataset: name a run's directory."
+        )
     known = read_blueprint(run)
     if known is None:
         raise ConfigError(

@@ -111,6 +111,8 @@ class Sweep:
     _stop: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _failed: list[str] = field(default_factory=list)
+    _without_score: int = 0
+    """Trials of this session; a search whose trials all fail has to end."""
 
     @property
     def searches(self) -> bool:
@@ -272,7 +274,8 @@ class Sweep:
                     trial = optuna.trial.Trial(study, each._trial_id)
                     break
             else:
-                if sum(each.state != states.FAIL for each in known) >= self.trials:
+                tried = sum(each.state != states.FAIL for each in known) + self._without_score
+                if tried >= self.trials:
                     return None
                 distributions = {
                     path: each.distribution(optuna)
@@ -307,6 +310,8 @@ class Sweep:
             if score is None:
                 state = (result_of(self.folder / run.name) or {}).get("state")
                 if not self._stop.is_set() or state in ("pruned", "failed"):
+                    with self._lock:
+                        self._without_score += state != "pruned"
                     study.tell(trial, state=states.PRUNED if state == "pruned" else states.FAIL)
                 return
             scores.append(score)

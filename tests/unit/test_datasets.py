@@ -211,6 +211,16 @@ def test_what_cannot_be_read_is_refused(
         file["episode_1/actions"] = np.zeros((7, 1), np.float32)
     with pytest.raises(ConfigError, match=r"Episode 1 .* damaged"):
         find_source(folder)
+    for text in ("{", "[]", json.dumps({**metadata, "dreamfleet": "{", "env_spec": "{"})):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"cannot be used \("):
+            find_source(folder)
+    changed()
+    (folder / "data" / "main_data.hdf5").write_bytes(b"no HDF5")
+    with pytest.raises(ConfigError, match=r"cannot be used \("):
+        find_source(folder)
+    with pytest.raises(ConfigError, match="holds no replay and is no Minari dataset"):
+        find_source(tmp_path)
     monkeypatch.setattr(minari, "download_dataset", lambda _: 1 / 0)
     with pytest.raises(ConfigError, match="cannot be downloaded"):
         find_source("minari:none/such-v0")

@@ -132,6 +132,25 @@ def test_a_download_that_cannot_be_used_leaves_nothing(
     assert "me/none at the Hub failed: 404 Client Error. Check the name" in error
 
 
+def test_code_that_a_download_names_is_not_imported(
+    hub: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("evil_world.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    env = make_env("bundled:catch")
+    config = RunConfig(task="evil_world:make", agent_config=worlds.config(), logdir=run)
+    agent = Dreamer(env.obs_space, env.act_space, config.agent_config)
+    parts = {"agent": agent.save(), BLUEPRINT: Blueprint.of(agent, config).save()}
+    Checkpoint(run / "ckpt" / "agent").save(parts, step=20)
+    assert main(["push", str(run), "me/evil"]) == 0
+    assert main(["pull", "me/evil"]) == 0
+    capsys.readouterr()
+    assert main(["eval", "runs/evil"]) == 2
+    assert "evil_world:make" in capsys.readouterr().err
+    assert Policy.load("runs/evil").step == 20, "a policy alone needs no environment"
+    assert "evil_world" not in sys.modules
+
+
 def test_what_cannot_work_is_refused(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +158,7 @@ def test_what_cannot_work_is_refused(
     for words, code, sentence in (
         (["push", str(run), "me/catch"], 1, "dreamfleet[hub]"),
         (["push", str(run), "nobody"], 2, "write user/name"),
+        (["push", str(run), "me/catch", "--video", "no.mp4"], 2, "no.mp4 does not exist"),
         (["push", str(run)], 2, "push LOGDIR user/name"),
         (["pull", "../etc/x"], 2, "write user/name"),
     ):

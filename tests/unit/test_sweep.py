@@ -25,7 +25,9 @@ with (logdir / "starts").open("a") as file:
 changes = words[words.index("--set") + 1 :] if "--set" in words else []
 changed = dict(word.split("=") for word in changes)
 score = float(changed.get("x", 1)) + float(words[words.index("--seed") + 1]) / 100
-(logdir / "scores.jsonl").write_text(json.dumps({"step": 900, "episode/score": score}) + chr(10))
+if not pathlib.Path("silent").exists():
+    row = json.dumps({"step": 900, "episode/score": score})
+    (logdir / "scores.jsonl").write_text(row + chr(10))
 if pathlib.Path("wait").exists() and score < float(pathlib.Path("wait").read_text()):
     time.sleep(60)
 sys.exit(pathlib.Path("broken").exists() and "x=1" in changes)
@@ -117,6 +119,24 @@ def test_a_search_goes_on_and_finds_better_settings() -> None:
     assert set(starts().values()) == {1}
     study = made({"x": "uniform(0,10)"})._study()
     assert study.best_value == pytest.approx(study.best_params["x"])
+
+
+@pytest.mark.parametrize("trouble", ["broken", "silent"])
+def test_a_search_whose_trials_all_fail_ends(trouble: str) -> None:
+    """And tries as many new settings when it is started again."""
+    needs_optuna()
+    Path(trouble).touch()
+    for count in (2, 4):
+        search = made({"x": "1", "y": "uniform(0,10)"}, trials=2, seeds=[0])
+        if trouble == "broken":
+            with pytest.raises(SweepError, match="2 runs have failed"):
+                search.start()
+        else:
+            search.start()
+        assert len(starts()) == count
+    Path(trouble).unlink()
+    made({"x": "1", "y": "uniform(0,10)"}, trials=2, seeds=[0]).start()
+    assert len(starts()) == 6
 
 
 def test_a_trial_that_was_left_behind_is_taken_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from dreamfleet.envs.base import (
     renderer,
     sample_action,
 )
-from dreamfleet.envs.registry import adapt, is_bundled, make_env, make_visible_env, suites, tasks
+from dreamfleet.envs.registry import is_bundled, make_env, make_visible_env, suites, tasks
 from dreamfleet.envs.wrappers import Wrapper
 from dreamfleet.errors import MissingExtraError
 from dreamfleet.spaces import SpaceError
@@ -27,7 +27,6 @@ __all__ = [
     "SpaceError",
     "UnknownTaskError",
     "Wrapper",
-    "adapt",
     "env_seed",
     "is_bundled",
     "make_env",

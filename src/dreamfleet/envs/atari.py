@@ -59,16 +59,10 @@ class Atari(EpisodicEnv):
         self._ale = ale
         self._actions = ale.getLegalActionSet() if actions == "all" else ale.getMinimalActionSet()
         self.action_names = tuple(each.name.lower() for each in self._actions)
-        self._rng = np.random.default_rng(seed)
-        self._repeat = repeat
-        self._size = size
-        self._gray = gray
-        self._noops = noops
-        self._lives_mode = lives
-        self._limit = frames
-        self._clip = clip_reward
-        self._lives = 0
-        self._frames = 0
+        self._rng, self._repeat, self._noops = np.random.default_rng(seed), repeat, noops
+        self._size, self._gray, self._clip = size, gray, clip_reward
+        self._lives_mode, self._lives = lives, 0
+        self._limit, self._frames = frames, 0
         height, width = ale.getScreenDims()
         self._screens = np.zeros((max(pooling, 1), height, width, 3), np.uint8)
         super().__init__(
@@ -82,7 +76,7 @@ class Atari(EpisodicEnv):
             self._restart()
         self._lives = self._ale.lives()
         self._screens[:] = 0
-        self._read_screen(0)
+        self._ale.getScreenRGB(self._screens[0])
         return {"image": self._image()}
 
     def _restart(self) -> None:
@@ -95,15 +89,14 @@ class Atari(EpisodicEnv):
 
     def _advance(self, action: Mapping[str, Any]) -> Outcome:
         button = self._actions[int(action["action"])]
-        reward = 0.0
-        over = False
+        reward, over = 0.0, False
         for frame in range(self._repeat):
             reward += self._ale.act(button)
             self._frames += 1
             left = self._repeat - frame - 1
             over = self._ale.game_over() or self._frames >= self._limit
             if left < len(self._screens) or over:
-                self._read_screen(left % len(self._screens))
+                self._ale.getScreenRGB(self._screens[left % len(self._screens)])
             if over:
                 break
         lives = self._ale.lives()
@@ -113,9 +106,6 @@ class Atari(EpisodicEnv):
         self._lives = lives
         reward = float(np.sign(reward)) if self._clip else reward
         return Outcome({"image": self._image()}, reward, over, over)
-
-    def _read_screen(self, slot: int) -> None:
-        self._ale.getScreenRGB(self._screens[slot])
 
     def _image(self) -> NDArray[np.uint8]:
         image = functools.reduce(np.maximum, self._screens)
@@ -128,28 +118,15 @@ class Atari(EpisodicEnv):
         return np.asarray(self._ale.getScreenRGB())
 
 
-def tasks() -> list[str]:
-    """The names of the tasks of this suite."""
-    return sorted(_roms().get_all_rom_ids())
+def constructors() -> dict[str, Callable[..., Env]]:
+    """What makes the tasks of `atari:`, by name."""
+    return {game: functools.partial(Atari, game) for game in _roms().get_all_rom_ids()}
 
 
-def constructor(name: str) -> Callable[..., Env] | None:
-    """What makes a task of this suite."""
-    return functools.partial(Atari, name) if name in tasks() else None
-
-
-class Atari100k:
-    """The protocol of the 100,000-step benchmark: colour, no sticky actions, needed buttons."""
-
-    tasks = staticmethod(tasks)
-
-    @staticmethod
-    def constructor(name: str) -> Callable[..., Env] | None:
-        if name not in tasks():
-            return None
-        return functools.partial(
-            Atari, name, size=(64, 64), gray=False, sticky=False, actions="needed"
-        )
+def constructors_100k() -> dict[str, Callable[..., Env]]:
+    """Those of the 100,000-step benchmark: colour, no sticky actions, needed buttons."""
+    protocol = {"size": (64, 64), "gray": False, "sticky": False, "actions": "needed"}
+    return {name: functools.partial(make, **protocol) for name, make in constructors().items()}
 
 
 def _roms() -> Any:

@@ -162,20 +162,15 @@ class EpisodicEnv(ABC):
 def noop(act_space: Mapping[str, Space], *, reset: bool = True) -> Arrays:
     """An action of zeros, or of the values nearest to zero."""
     zeros: Arrays = {
-        key: np.clip(
-            np.zeros(space.shape), space.low, space.high - 1 if space.discrete else space.high
-        ).astype(space.dtype)
-        for key, space in act_space.items()
+        key: np.clip(np.zeros(s.shape), s.low, s.high - s.discrete).astype(s.dtype)
+        for key, s in act_space.items()
     }
     return {**zeros, RESET: np.array(reset)}
 
 
 def sample_action(act_space: Mapping[str, Space], rng: np.random.Generator) -> Arrays:
     """A random action that does not reset."""
-    return {
-        **{key: space.sample(rng) for key, space in act_space.items()},
-        RESET: np.array(False),
-    }
+    return {**{key: s.sample(rng) for key, s in act_space.items()}, RESET: np.array(False)}
 
 
 def env_seed(seed: int, index: int) -> int:

@@ -30,20 +30,15 @@ class Catch(EpisodicEnv):
         super().__init__(
             {"image": Space(np.uint8, (*size, 3))}, {"action": Space(np.int32, (), 0, 3)}
         )
-        self._rng = np.random.default_rng(seed)
-        self._grid = grid
-        self._balls = balls
+        self._rng, self._grid, self._balls = np.random.default_rng(seed), grid, balls
         # Where each cell of the grid starts in the image, the end included.
         self._rows = np.linspace(0, size[0], grid + 1).round().astype(int)
         self._columns = np.linspace(0, size[1], grid + 1).round().astype(int)
         self._empty = np.full((*size, 3), _BACKGROUND, np.uint8)
-        self._ball = (0, 0)
-        self._paddle = 0
-        self._left = 0
+        self._ball, self._paddle, self._left = (0, 0), 0, 0
 
     def _begin(self) -> Arrays:
-        self._left = self._balls
-        self._paddle = self._grid // 2
+        self._left, self._paddle = self._balls, self._grid // 2
         self._drop()
         return {"image": self._draw()}
 
@@ -65,16 +60,12 @@ class Catch(EpisodicEnv):
 
     def _draw(self) -> NDArray[np.uint8]:
         image = self._empty.copy()
-        self._fill(image, self._grid - 1, self._paddle, _PADDLE)
-        self._fill(image, *self._ball, _BALL)
+        paddle = (self._grid - 1, self._paddle)
+        for (row, column), color in ((paddle, _PADDLE), (self._ball, _BALL)):
+            top, bottom = self._rows[row : row + 2]
+            left, right = self._columns[column : column + 2]
+            image[top:bottom, left:right] = color
         return image
-
-    def _fill(
-        self, image: NDArray[np.uint8], row: int, column: int, color: tuple[int, int, int]
-    ) -> None:
-        top, bottom = self._rows[row : row + 2]
-        left, right = self._columns[column : column + 2]
-        image[top:bottom, left:right] = color
 
     def render(self) -> NDArray[np.uint8]:
         return self._draw()
@@ -98,21 +89,14 @@ class Corridor(EpisodicEnv):
     action_names = ("left", "right")
 
     def __init__(self, *, seed: int = 0, length: int = 10) -> None:
-        super().__init__(
-            {
-                "signal": Space(np.float32, (), -1, 1),
-                "position": Space(np.float32, (), 0, 1),
-            },
-            {"action": Space(np.int32, (), 0, 2)},
-        )
-        self._rng = np.random.default_rng(seed)
-        self._length = length
-        self._side = 0
-        self._position = 0
+        signal, position = Space(np.float32, (), -1, 1), Space(np.float32, (), 0, 1)
+        action = Space(np.int32, (), 0, 2)
+        super().__init__({"signal": signal, "position": position}, {"action": action})
+        self._rng, self._length = np.random.default_rng(seed), length
+        self._side, self._position = 0, 0
 
     def _begin(self) -> Arrays:
-        self._side = int(self._rng.integers(2))
-        self._position = 0
+        self._side, self._position = int(self._rng.integers(2)), 0
         return self._observe(signal=2 * self._side - 1)
 
     def _advance(self, action: Mapping[str, Any]) -> Outcome:
@@ -150,18 +134,12 @@ class PointMass(EpisodicEnv):
     but not terminal.
     """
 
+    _names = ("position", "velocity", "goal")
+
     def __init__(self, *, seed: int = 0, length: int = 100) -> None:
-        super().__init__(
-            {
-                "position": Space(np.float32, (2,), -1, 1),
-                "velocity": Space(np.float32, (2,), -1, 1),
-                "goal": Space(np.float32, (2,), -1, 1),
-            },
-            {"action": Space(np.float32, (2,), -1, 1)},
-        )
-        self._rng = np.random.default_rng(seed)
-        self._length = length
-        self._taken = 0
+        space = Space(np.float32, (2,), -1, 1)
+        super().__init__(dict.fromkeys(self._names, space), {"action": space})
+        self._rng, self._length, self._taken = np.random.default_rng(seed), length, 0
         self._position = self._velocity = self._goal = np.zeros(2)
 
     def _begin(self) -> Arrays:
@@ -182,16 +160,12 @@ class PointMass(EpisodicEnv):
         return Outcome(self._observe(), reward, last=self._taken >= self._length)
 
     def _observe(self) -> Arrays:
-        return {
-            "position": self._position.astype(np.float32),
-            "velocity": self._velocity.astype(np.float32),
-            "goal": self._goal.astype(np.float32),
-        }
+        values = (self._position, self._velocity, self._goal)
+        return {k: value.astype(np.float32) for k, value in zip(self._names, values, strict=True)}
 
     def restore(self, obs: Mapping[str, Any]) -> bool:
-        names = ("position", "velocity", "goal")
         self._position, self._velocity, self._goal = (
-            np.clip(np.asarray(obs[name], float), -1, 1) for name in names
+            np.clip(np.asarray(obs[name], float), -1, 1) for name in self._names
         )
         return True
 
@@ -250,14 +224,11 @@ class Dummy(EpisodicEnv):
         self._frames = list(noise)
         self._origin = np.zeros(vector, np.float32)
         self._origin[0] = seed
-        self._length = length
-        self._terminal = terminal
-        self._episode = -1
-        self._step = 0
+        self._length, self._terminal = length, terminal
+        self._episode, self._step = -1, 0
 
     def _begin(self) -> Arrays:
-        self._episode += 1
-        self._step = 0
+        self._episode, self._step = self._episode + 1, 0
         return self._observe()
 
     def _advance(self, action: Mapping[str, Any]) -> Outcome:
@@ -269,8 +240,7 @@ class Dummy(EpisodicEnv):
 
     def _observe(self) -> Arrays:
         vector = self._origin.copy()
-        vector[1] = self._episode
-        vector[2] = self._step
+        vector[1], vector[2] = self._episode, self._step
         return {
             "image": self._frames[self._step % _FRAMES],
             "vector": vector,
@@ -283,19 +253,6 @@ class Dummy(EpisodicEnv):
         return frame
 
 
-_BUNDLED: dict[str, Callable[..., Env]] = {
-    "catch": Catch,
-    "corridor": Corridor,
-    "dummy": Dummy,
-    "pointmass": PointMass,
-}
-
-
-def tasks() -> list[str]:
-    """The names of the tasks of this suite."""
-    return sorted(_BUNDLED)
-
-
-def constructor(name: str) -> Callable[..., Env] | None:
-    """What makes a task of this suite."""
-    return _BUNDLED.get(name)
+def constructors() -> dict[str, Callable[..., Env]]:
+    """What makes the tasks of this suite, by name."""
+    return {"catch": Catch, "corridor": Corridor, "dummy": Dummy, "pointmass": PointMass}

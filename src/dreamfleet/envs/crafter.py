@@ -13,8 +13,6 @@ from dreamfleet.envs.base import Arrays, Env, EpisodicEnv, Outcome
 from dreamfleet.errors import import_extra
 from dreamfleet.spaces import Space
 
-_TASKS = {"reward": True, "noreward": False}
-
 
 class Crafter(EpisodicEnv):
     """Survival in a small open world, 22 achievements.
@@ -37,11 +35,10 @@ class Crafter(EpisodicEnv):
             area=area, size=size[::-1], reward=rewarded, length=length, seed=seed
         )
         constants = import_extra("crafter.constants", "Tasks of crafter:", "crafter")
-        self._achievements = sorted(constants.achievements)
+        self._logs = {f"log/achievement_{name}": name for name in sorted(constants.achievements)}
         self.action_names = tuple(constants.actions)
-        space = {f"log/achievement_{name}": Space(np.int32) for name in self._achievements}
         super().__init__(
-            {"image": Space(np.uint8, (*size, 3)), **space},
+            {"image": Space(np.uint8, (*size, 3)), **dict.fromkeys(self._logs, Space(np.int32))},
             {"action": Space(np.int32, (), 0, self._env.action_space.n)},
         )
 
@@ -55,8 +52,7 @@ class Crafter(EpisodicEnv):
 
     def _observe(self, image: NDArray[np.uint8], achieved: Mapping[str, int]) -> Arrays:
         counts = {
-            f"log/achievement_{name}": np.array(achieved.get(name, 0), np.int32)
-            for name in self._achievements
+            key: np.array(achieved.get(name, 0), np.int32) for key, name in self._logs.items()
         }
         return {"image": np.asarray(image, np.uint8), **counts}
 
@@ -64,11 +60,6 @@ class Crafter(EpisodicEnv):
         return np.asarray(self._env.render(), np.uint8)
 
 
-def tasks() -> list[str]:
-    """The names of the tasks of this suite."""
-    return sorted(_TASKS)
-
-
-def constructor(name: str) -> Callable[..., Env] | None:
-    """What makes a task of this suite."""
-    return functools.partial(Crafter, rewarded=_TASKS[name]) if name in _TASKS else None
+def constructors() -> dict[str, Callable[..., Env]]:
+    """What makes the tasks of this suite, by name."""
+    return {"reward": Crafter, "noreward": functools.partial(Crafter, rewarded=False)}

@@ -11,11 +11,11 @@ import statistics
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,7 @@ ONLY_ONE = (
 )
 
 Call = Literal["constructor", "reset", "step", "render", "close", "check"]
+Made = TypeVar("Made")
 Tell = Callable[[Call, int, int], None]
 """Called before each call of the environment with the fields of a `CurrentCall`."""
 
@@ -115,7 +116,7 @@ def diagnose(
     steps: int = 1000,
     seed: int = 0,
     make_visible: Callable[[int], Env | None] | None = None,
-    tell: Tell | None = None,
+    tell: Tell = lambda *_: None,
 ) -> Diagnosis:
     """Play random actions.
 
@@ -131,45 +132,41 @@ def diagnose(
         UnknownTaskError: There is no such task.
         MissingExtraError: Its package is not installed.
     """
-    result = Diagnosis()
-    trajectory: list[Arrays] = []
-    last, compared = CurrentCall("constructor"), min(steps, _COMPARED_STEPS)
+    call, compared = CurrentCall(), min(steps, _COMPARED_STEPS)
 
-    def told(call: Call, done: int, steps: int) -> None:
-        nonlocal last
-        last = CurrentCall(call, done, steps)
-        if tell:
-            tell(call, done, steps)
+    def told(*fields: Any) -> None:
+        nonlocal call
+        call = CurrentCall(*fields)
+        tell(*fields)
 
-    def made(env_seed: int) -> Env:
-        told("constructor", 1, steps)
-        return make(env_seed)
-
+    play = _Play(steps, seed, told)
+    result = play.result
     try:
-        told("constructor", 0, steps)
         start = time.perf_counter()
-        env = make(seed)
+        env = play.made(make, seed)
         result.make_seconds = time.perf_counter() - start
         result.obs_space, result.act_space = env.obs_space, env.act_space
         result.notes = list(getattr(env, "notes", ()))
-        _play(env, steps, seed, result, trajectory, told)
-        for key in result.obs_space.keys() - without_logs(result.obs_space).keys():
-            if all(np.isneginf(obs[key]) for obs in trajectory):  # never present
-                result.obs_space = {k: s for k, s in result.obs_space.items() if k != key}
-        second: Env | None = None
+        play.run(env)
+        missing = {  # what is logged and was never there
+            key
+            for key in result.obs_space.keys() - without_logs(result.obs_space).keys()
+            if all(np.isneginf(obs[key]) for obs in play.trajectory)
+        }
+        result.obs_space = {k: s for k, s in result.obs_space.items() if k not in missing}
         try:
-            second = made(seed + 1)
+            second = play.made(make, seed + 1, 1)
+            spaces = [(each.obs_space, each.act_space) for each in (env, second)]
+            if different := different_spaces(*spaces):
+                result.problems.append(Finding(different, ""))
         except (Exception, SystemExit) as error:
-            result.single = True
+            result.single, second = True, None
             what = f"A second environment failed beside the first: {error!r}."
             result.hints.append(Finding(what, ONLY_ONE))
-        spaces = [(each.obs_space, each.act_space) for each in (env, second or env)]
-        if different := different_spaces(*spaces):
-            result.problems.append(Finding(different, ""))
-        _close(env, told)
-        result.problems += _flags(trajectory)
-        other = _difference(second or made(seed + 1), trajectory, compared, seed, told)
-        same = _difference(made(seed), trajectory, compared, seed, told)
+        play.close(env)
+        result.problems += _flags(play.trajectory)
+        other = play.difference(second or play.made(make, seed + 1, 1), compared)
+        same = play.difference(play.made(make, seed, 1), compared)
         result.hints += _when(
             (same, f"The same seed gives another run: {same}.",
              "Take all randomness from the seed, if runs should be repeatable."),
@@ -184,11 +181,22 @@ def diagnose(
         result.problems.append(Finding(str(error), "", cause))
         return result
     except (Exception, SystemExit) as error:
-        result.problems.append(_raised(error, last, result))
+        result.problems.append(_raised(error, call, result))
         return result
-    result.hints += _values(result, trajectory)
+    result.hints += _values(result, play.trajectory)
     if make_visible and not result.frames:
-        result.hints += _render(make_visible, compared, seed, result, told)
+        # The environment for training does not render.
+        visible = _Play(compared, seed, told)
+        try:
+            if shown := visible.made(make_visible, seed, 1):
+                try:
+                    visible.run(shown)
+                finally:
+                    visible.close(shown)
+        except (Exception, SystemExit) as error:
+            what = f"It cannot be rendered: {str(error).rstrip('.')}."
+            result.hints.append(Finding(what, "Training needs no frames."))
+        result.frames = visible.result.frames
     return result
 
 
@@ -199,9 +207,9 @@ def try_out(env: Env, tell: Tell = lambda *_: None) -> None:
         EnvError: It breaks the contract.
         SpaceError: A space and a value disagree.
     """
-    trajectory: list[Arrays] = []
-    _play(env, 1, 0, Diagnosis(), trajectory, tell, frames=0)
-    if not trajectory[0]["is_first"]:
+    play = _Play(1, 0, tell)
+    play.run(env, frames=0)
+    if not play.trajectory[0]["is_first"]:
         raise EnvError("The observation after a reset is not is_first: set is_first there.")
 
 
@@ -213,6 +221,139 @@ def different_spaces(one: Sequence[Mapping[str, Space]], two: Sequence[Mapping[s
             f"{now} in the second. Give all of them the same spaces, whatever their seed."
         )
     return ""
+
+
+class _Play:
+    """Random actions in one environment: so many steps, and the resets that they need. What is
+    found is in `result`, even if a step raises."""
+
+    def __init__(self, steps: int, seed: int, tell: Tell) -> None:
+        self._steps, self._seed, self._tell = steps, seed, tell
+        self.result, self.trajectory = Diagnosis(), list[Arrays]()
+
+    def made(self, make: Callable[[int], Made], seed: int, before: int = 0) -> Made:
+        self._tell("constructor", before, self._steps)
+        return make(seed)
+
+    def close(self, env: Env) -> None:
+        if close := getattr(env, "close", None):
+            self._tell("close", 0, 0)
+            close()
+
+    def run(self, env: Env, frames: int = _FRAMES) -> None:
+        rng, result = np.random.default_rng(self._seed), self.result
+        mask, frame_of = ActionMask.of(env.obs_space, env.act_space), renderer(env)
+        times: list[float] = []
+        previous: Arrays = {}
+        copy: Arrays = {}
+        try:
+            while len(times) < self._steps:
+                reset = not copy or bool(copy["is_last"])
+                action = noop(env.act_space) if reset else sample_action(env.act_space, rng)
+                if mask and not reset:
+                    action[mask.name] = mask.sample(rng, copy[ACTION_MASK])
+                self._tell("reset" if reset else "step", len(times), self._steps)
+                start = time.perf_counter()
+                obs = env.step(action)
+                elapsed = time.perf_counter() - start
+                if reset:
+                    result.slowest_reset = max(result.slowest_reset, elapsed)
+                else:
+                    times.append(elapsed)
+                if not result.problems:
+                    result.problems += _overwritten(previous, copy)
+                    if mask and mask.empty(obs[ACTION_MASK]) and not obs["is_last"]:
+                        what = f"{ACTION_MASK!r} forbids every action at step {len(times)}."
+                        result.problems += [Finding(what, _FORBIDS_ALL)]
+                previous, copy = obs, {key: value.copy() for key, value in obs.items()}
+                self.trajectory.append({key: _brief(value) for key, value in copy.items()})
+                if reset and obs["is_last"]:
+                    raise EnvError(
+                        "An episode ended with its first observation: a reset has to be followed "
+                        "by at least one action."
+                    )
+                shown = not reset and len(times) % max(1, self._steps // _FRAMES) == 0
+                if shown and len(result.frames) < frames:
+                    self._tell("render", len(times), self._steps)
+                    frame = frame_of(copy)
+                    result.frames += [] if frame is None else [frame]
+        finally:
+            result.steps = len(times)
+            # The median, because a step may have waited for a CPU.
+            result.steps_per_second = 1 / max(statistics.median(times), 1e-9) if times else 0.0
+            episodes, score, length = [], 0.0, 0
+            for obs in self.trajectory:
+                goes_on = not obs["is_first"]
+                score, length = goes_on * (score + float(obs["reward"])), goes_on * (length + 1)
+                episodes += [(score, length)] if obs["is_last"] else []
+            result.episodes = len(episodes)
+            if episodes:
+                result.score, result.length = map(float, np.mean(episodes, 0))
+
+    def difference(self, env: Env, steps: int) -> str:
+        """Play another environment and close it; returns where it differs."""
+        again = _Play(steps, self._seed, self._tell)
+        again.run(env)
+        again.close(env)
+        # Lengths may differ by resets, but then the values differ earlier.
+        for number, (one, two) in enumerate(zip(self.trajectory, again.trajectory, strict=False)):
+            for key, value in one.items():
+                if key not in two or not np.array_equal(value, two[key]):
+                    return f"{key!r} differs at step {number}"
+        return ""
+
+
+def _brief(value: NDArray[Any]) -> NDArray[Any]:
+    """The value, or the checksum of a large one, to compare it later with little memory."""
+    return value if value.nbytes <= _BRIEF else np.array(zlib.crc32(value.tobytes()))
+
+
+def _overwritten(then: Arrays, copy: Arrays) -> list[Finding]:
+    fix = "Return a copy: observations are sent and stored while the next step runs."
+    return [
+        Finding(f"The array of {key!r} was overwritten by the next step.", fix)
+        for key, value in then.items()
+        if not np.array_equal(value, copy[key], equal_nan=value.dtype.kind == "f")
+    ]
+
+
+def _when(*rows: tuple[object, str, str]) -> list[Finding]:
+    """The findings whose condition holds."""
+    return [Finding(what, fix) for holds, what, fix in rows if holds]
+
+
+def _flags(trajectory: list[Arrays]) -> list[Finding]:
+    pairs = list(pairwise(trajectory))
+    return _when(
+        (not trajectory[0]["is_first"],
+         "The observation after a reset is not is_first.", "Set is_first there."),
+        (any(now["is_first"] and not before["is_last"] for before, now in pairs),
+         "An episode started although the one before had not ended.",
+         "Set is_last on the last observation of every episode."),
+        (any(before["is_last"] and not now["is_first"] for before, now in pairs),
+         "A reset did not start an episode.", "Start one whenever the action says reset."),
+        (any(obs["is_terminal"] and not obs["is_last"] for obs in trajectory),
+         "is_terminal without is_last.", "A terminal step is the last one: set both."),
+        (any(obs["is_first"] and obs["reward"] != 0 for obs in trajectory),
+         "The first observation of an episode has a reward.",
+         "Return 0 there: no action has earned anything yet."),
+    )  # fmt: skip
+
+
+def _values(result: Diagnosis, trajectory: list[Arrays]) -> list[Finding]:
+    speed, first = result.steps_per_second, trajectory[0]
+    keys = without_logs(result.obs_space).keys() - {*FLAGS}
+    still = [k for k in keys if all(np.array_equal(first[k], obs[k]) for obs in trajectory)]
+    return _when(
+        (not result.episodes, f"No episode ended within {result.steps} steps.",
+         "Set time_limit if episodes never end, or check longer with --steps."),
+        (all(obs["reward"] == 0 for obs in trajectory), "Random actions earned no reward.",
+         "Nothing to do if rewards are rare; otherwise check how they are computed."),
+        *((True, f"Observation {key!r} never changed.", "Leave it out if it holds no information.")
+          for key in still),
+        (speed < _SLOW, f"It makes {speed:.0f} steps a second.",
+         "Use several environments, and processes as long as there are cores."),
+    )  # fmt: skip
 
 
 def _raised(error: BaseException, call: CurrentCall, result: Diagnosis) -> Finding:
@@ -243,168 +384,3 @@ def _from_the_first_foreign(frames: str) -> str:
     each = re.split(r'^(?=  File ")', frames, flags=re.MULTILINE)
     foreign = (at for at in range(1, len(each)) if not each[at].startswith(_OUR_FILE))
     return "".join([each[0], *each[next(foreign, 1) :]])
-
-
-def _play(
-    env: Env,
-    steps: int,
-    seed: int,
-    result: Diagnosis,
-    trajectory: list[Arrays],
-    tell: Tell,
-    frames: int = _FRAMES,
-) -> None:
-    """Play so many steps, and the resets that they need. Observations are appended to the
-    trajectory; times, episodes, frames and problems go to the result, even if a step raises."""
-    rng = np.random.default_rng(seed)
-    mask = ActionMask.of(env.obs_space, env.act_space)
-    frame_of = renderer(env)
-    every = max(1, steps // _FRAMES)
-    times: list[float] = []
-    previous: Arrays = {}
-    copy: Arrays = {}
-    try:
-        while len(times) < steps:
-            reset = not trajectory or bool(trajectory[-1]["is_last"])
-            action = noop(env.act_space) if reset else sample_action(env.act_space, rng)
-            if mask and not reset:
-                action[mask.name] = mask.sample(rng, copy[ACTION_MASK])
-            tell("reset" if reset else "step", len(times), steps)
-            start = time.perf_counter()
-            obs = env.step(action)
-            elapsed = time.perf_counter() - start
-            if reset:
-                result.slowest_reset = max(result.slowest_reset, elapsed)
-            else:
-                times.append(elapsed)
-            if not result.problems:
-                result.problems += _overwritten(previous, copy)
-                if mask and mask.empty(obs[ACTION_MASK]) and not obs["is_last"]:
-                    what = f"{ACTION_MASK!r} forbids every action at step {len(times)}."
-                    result.problems += [Finding(what, _FORBIDS_ALL)]
-            previous, copy = obs, {key: value.copy() for key, value in obs.items()}
-            trajectory.append({key: _brief(value) for key, value in copy.items()})
-            if reset and obs["is_last"]:
-                raise EnvError(
-                    "An episode ended with its first observation: a reset has to be followed by at "
-                    "least one action."
-                )
-            if len(times) % every == 0 and not reset and len(result.frames) < frames:
-                tell("render", len(times), steps)
-                if (frame := frame_of(copy)) is not None:
-                    result.frames.append(frame)
-    finally:
-        result.steps = len(times)
-        _count_episodes(result, trajectory)
-        # The median, because a step may have waited for a CPU.
-        result.steps_per_second = 1 / max(statistics.median(times), 1e-9) if times else 0.0
-
-
-def _brief(value: NDArray[Any]) -> NDArray[Any]:
-    """The value, or the checksum of a large one, to compare it later with little memory."""
-    return value if value.nbytes <= _BRIEF else np.array(zlib.crc32(value.tobytes()))
-
-
-def _count_episodes(result: Diagnosis, trajectory: list[Arrays]) -> None:
-    scores, lengths, score, length = [], [], 0.0, 0
-    for obs in trajectory:
-        score, length = (0.0, 0) if obs["is_first"] else (score + float(obs["reward"]), length + 1)
-        if obs["is_last"]:
-            scores.append(score)
-            lengths.append(length)
-    result.episodes = len(scores)
-    if scores:
-        result.score, result.length = float(np.mean(scores)), float(np.mean(lengths))
-
-
-def _overwritten(then: Arrays, copy: Arrays) -> list[Finding]:
-    def same(key: str, value: NDArray[Any]) -> bool:
-        return np.array_equal(value, copy[key], equal_nan=value.dtype.kind == "f")
-
-    fix = "Return a copy: observations are sent and stored while the next step runs."
-    changed = [key for key, value in then.items() if not same(key, value)]
-    return [
-        Finding(f"The array of {key!r} was overwritten by the next step.", fix) for key in changed
-    ]
-
-
-def _when(*rows: tuple[object, str, str]) -> list[Finding]:
-    """The findings whose condition holds."""
-    return [Finding(what, fix) for holds, what, fix in rows if holds]
-
-
-def _flags(trajectory: list[Arrays]) -> list[Finding]:
-    pairs = list(pairwise(trajectory))
-    return _when(
-        (not trajectory[0]["is_first"],
-         "The observation after a reset is not is_first.", "Set is_first there."),
-        (any(now["is_first"] and not before["is_last"] for before, now in pairs),
-         "An episode started although the one before had not ended.",
-         "Set is_last on the last observation of every episode."),
-        (any(before["is_last"] and not now["is_first"] for before, now in pairs),
-         "A reset did not start an episode.", "Start one whenever the action says reset."),
-        (any(obs["is_terminal"] and not obs["is_last"] for obs in trajectory),
-         "is_terminal without is_last.", "A terminal step is the last one: set both."),
-        (any(obs["is_first"] and obs["reward"] != 0 for obs in trajectory),
-         "The first observation of an episode has a reward.",
-         "Return 0 there: no action has earned anything yet."),
-    )  # fmt: skip
-
-
-def _difference(
-    env: Env, trajectory: list[Arrays], steps: int, action_seed: int, tell: Tell
-) -> str:
-    """Play an environment and close it; returns where it differs from the trajectory."""
-    again: list[Arrays] = []
-    _play(env, steps, action_seed, Diagnosis(), again, tell)
-    _close(env, tell)
-    # Lengths may differ by resets, but then the values differ earlier.
-    for number, (one, two) in enumerate(zip(trajectory, again, strict=False)):
-        for key, value in one.items():
-            if key not in two or not np.array_equal(value, two[key]):
-                return f"{key!r} differs at step {number}"
-    return ""
-
-
-def _values(result: Diagnosis, trajectory: list[Arrays]) -> list[Finding]:
-    speed, first = result.steps_per_second, trajectory[0]
-    keys = without_logs(result.obs_space).keys() - {*FLAGS}
-    still = [k for k in keys if all(np.array_equal(first[k], obs[k]) for obs in trajectory)]
-    return _when(
-        (not result.episodes, f"No episode ended within {result.steps} steps.",
-         "Set time_limit if episodes never end, or check longer with --steps."),
-        (all(obs["reward"] == 0 for obs in trajectory), "Random actions earned no reward.",
-         "Nothing to do if rewards are rare; otherwise check how they are computed."),
-        *((True, f"Observation {key!r} never changed.", "Leave it out if it holds no information.")
-          for key in still),
-        (speed < _SLOW, f"It makes {speed:.0f} steps a second.",
-         "Use several environments, and processes as long as there are cores."),
-    )  # fmt: skip
-
-
-def _render(
-    make: Callable[[int], Env | None], steps: int, seed: int, result: Diagnosis, tell: Tell
-) -> Iterator[Finding]:
-    """Take the frames from another environment, because the one for training does not render."""
-    visible = Diagnosis()
-    try:
-        tell("constructor", 1, steps)
-        env = make(seed)
-        if env is None:
-            return
-        try:
-            _play(env, steps, seed, visible, [], tell)
-        finally:
-            _close(env, tell)
-    except (Exception, SystemExit) as error:
-        yield Finding(
-            f"It cannot be rendered: {str(error).rstrip('.')}.", "Training needs no frames."
-        )
-    result.frames = visible.frames
-
-
-def _close(env: Env, tell: Tell) -> None:
-    close = getattr(env, "close", None)
-    if close:
-        tell("close", 0, 0)
-        close()

@@ -21,7 +21,6 @@ from dreamfleet.spaces import Space
 
 # From camera 0, at the side, a quadruped hides its own legs.
 _CAMERAS = {"quadruped": 2}
-_DOMAINS_WITH_UNDERSCORES = ("ball_in_cup", "point_mass", "humanoid_CMU")
 
 _NO_RENDERER = "disable"
 _EGL_PLATFORM_DEVICE = 0x313F
@@ -39,19 +38,21 @@ class DMControl(EpisodicEnv):
 
     def __init__(
         self,
-        env: Any,
+        domain: str,
+        task: str,
         *,
+        seed: int = 0,
         obs: Literal["state", "pixels", "both"] = "state",
         size: tuple[int, int] = (64, 64),
-        camera: int = 0,
+        camera: int | None = None,
         render: bool = False,
     ) -> None:
-        self._env = env
-        self._size = size
-        self._camera = camera
         self._can_render = render or obs != "state"
-        self._state = obs != "pixels"
-        self._pixels = obs != "state"
+        suite: Any = _suite(render=self._can_render)
+        self._env = env = suite.load(domain, task, task_kwargs={"random": seed})
+        self._size = size
+        self._camera = _CAMERAS.get(domain, 0) if camera is None else camera
+        self._state, self._pixels = obs != "pixels", obs != "state"
         specs = env.observation_spec() if self._state else {}
         # The suite declares no bounds for its observations and mixes scalars and vectors.
         obs_space = {key: Space(np.float32, spec.shape) for key, spec in specs.items()}
@@ -87,39 +88,10 @@ class DMControl(EpisodicEnv):
         self._env.close()
 
 
-def tasks() -> list[str]:
-    """The names of the tasks of this suite."""
-    return sorted(f"{domain}_{task}" for domain, task in _suite(render=False).ALL_TASKS)
-
-
-def constructor(name: str) -> Callable[..., Env] | None:
-    """What makes a task of this suite."""
-    return functools.partial(_make, *split(name)) if name in tasks() else None
-
-
-def split(name: str) -> tuple[str, str]:
-    """`ball_in_cup_catch` is the task `catch` of the domain `ball_in_cup`."""
-    for domain in _DOMAINS_WITH_UNDERSCORES:
-        if name.startswith(f"{domain}_"):
-            return domain, name.removeprefix(f"{domain}_")
-    domain, _, task = name.partition("_")
-    return domain, task
-
-
-def _make(
-    domain: str,
-    task: str,
-    *,
-    seed: int = 0,
-    obs: Literal["state", "pixels", "both"] = "state",
-    size: tuple[int, int] = (64, 64),
-    camera: int | None = None,
-    render: bool = False,
-) -> Env:
-    suite = _suite(render=render or obs != "state")
-    env = suite.load(domain, task, task_kwargs={"random": seed})
-    camera = _CAMERAS.get(domain, 0) if camera is None else camera
-    return DMControl(env, obs=obs, size=size, camera=camera, render=render)
+def constructors() -> dict[str, Callable[..., Env]]:
+    """What makes the tasks of this suite, by name."""
+    known = _suite(render=False).ALL_TASKS
+    return {f"{each[0]}_{each[1]}": functools.partial(DMControl, *each) for each in known}
 
 
 def _suite(*, render: bool) -> ModuleType:

@@ -35,35 +35,29 @@ class MaskFromInfo(gymnasium.Wrapper[Any, Any, Any, Any]):
                 f"A mask is for discrete actions, and the action space is {action}: leave the "
                 "mask out."
             )
-        self._key = "" if isinstance(inner, spaces.Dict) else "vector"
-        if len(inner.shape or ()) == 3:
-            self._key = "image"
-        own = {self._key: inner} if self._key else dict(inner.spaces)  # type: ignore[attr-defined]
+        self._key = "image" if len(inner.shape or ()) == 3 else "vector"
+        self._named = isinstance(inner, spaces.Dict)
+        own = self._by_key(inner.spaces if isinstance(inner, spaces.Dict) else inner)
         if ACTION_MASK in own:
             raise SpaceError(f"The observations hold {ACTION_MASK!r} already: leave info_mask out.")
         self.observation_space = spaces.Dict(
             {**own, ACTION_MASK: spaces.MultiBinary(self._choices)}
         )
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        observation, info = self.env.reset(seed=seed, options=options)
-        return self._with_mask(observation, info, last=False), info
+    def _by_key(self, whole: Any) -> dict[str, Any]:
+        return dict(whole) if self._named else {self._key: whole}
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        observation, info = self.env.reset(**options)
+        return {**self._by_key(observation), ACTION_MASK: self._mask(info, last=False)}, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = self.env.step(action)
-        last = bool(terminated or truncated)
-        result = self._with_mask(observation, info, last=last)
+        mask = self._mask(info, last=bool(terminated or truncated))
+        result = {**self._by_key(observation), ACTION_MASK: mask}
         return result, reward, terminated, truncated, info
 
-    def _with_mask(
-        self, observation: Any, info: Mapping[str, Any], *, last: bool
-    ) -> dict[str, Any]:
-        own = {self._key: observation} if self._key else dict(observation)
-        return {**own, ACTION_MASK: self._mask(info, last)}
-
-    def _mask(self, info: Mapping[str, Any], last: bool) -> NDArray[np.int8]:
+    def _mask(self, info: Mapping[str, Any], *, last: bool) -> NDArray[np.int8]:
         given = info.get(ACTION_MASK)
         if given is None and last:
             return np.zeros(self._choices, np.int8)

@@ -24,6 +24,7 @@ lane plays on with actions of zeros, unseen, until its episode ends; if all lane
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -32,12 +33,11 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 from numpy.typing import NDArray
 
 from dreamfleet.envs.base import RESERVED, Arrays, Env, EnvError, NotFiniteError, Spaces
-from dreamfleet.envs.gym import GymTranslation, loggable_number, logged_names
+from dreamfleet.envs.gym import GymTranslation, InfoLog, loggable_number, reset_result
 from dreamfleet.envs.layouts import Asked
-from dreamfleet.envs.wrappers import Bounds, CheckSpaces, NormalizeActions, ResizeImages, Wrapper
+from dreamfleet.envs.wrappers import AgentEnv, Bounds, Wrapper
 from dreamfleet.errors import ConfigError
-from dreamfleet.masks import ActionMask
-from dreamfleet.spaces import LOG_PREFIX, RESET, Space, SpaceError, without_reset
+from dreamfleet.spaces import RESET, Space, SpaceError, without_reset
 
 Mask = NDArray[np.bool_]
 
@@ -87,11 +87,10 @@ class VectorLanes:
             raise SpaceError(
                 f"The key {taken[0]!r} of {name} is reserved: rename it with a wrapper."
             )
-        self._logged = logged_names(env, log_info, translation.obs_space)
-        logs = dict.fromkeys(self._logged, Space(np.float32))
-        self.obs_space: Spaces = {**translation.obs_space, **logs, **RESERVED}
+        self._info = InfoLog(env, log_info, translation.obs_space)
+        self.obs_space: Spaces = {**translation.obs_space, **self._info.spaces, **RESERVED}
         self.act_space: Spaces = {**translation.act_space, RESET: Space(bool)}
-        self.notes, self.unlogged = translation.notes, list[str]()
+        self.notes, self.unlogged = translation.notes, self._info.unlogged
         self.present: Mask = np.ones(lanes, bool)
         """Which lanes have an observation."""
         self._limit = 0
@@ -124,14 +123,8 @@ class VectorLanes:
         wanted = self._over | (np.asarray(action[RESET], bool) & self.present)
         if len(action) == 1 or not self._started:
             return self._reset_all()
-        if self.present.all():
-            self._actions = {key: np.asarray(action[key]) for key in self._actions}
-        else:
-            rows = self.present
-            held = {key: np.array(value) for key, value in self._actions.items()}
-            for key, value in held.items():
-                value[rows] = np.asarray(action[key])[rows]
-            self._actions = held
+        given = {key: np.asarray(action[key]) for key in self._actions}
+        self._actions = given if self.present.all() else _mixed(self._actions, given, self.present)
         # In the middle of an episode, as far as the library knows.
         middle = wanted & ~self._ended & ~self._waiting & ~self._unseen
         firsts = wanted & self._waiting
@@ -139,10 +132,7 @@ class VectorLanes:
             self._unseen, self._over = self._unseen | middle, self._over | middle
             if self._unseen.all():
                 return self._reset_all()
-            for key, value in self._actions.items():
-                idle = np.array(value)
-                idle[middle] = 0
-                self._actions[key] = idle
+            self._actions = _replaced(self._actions, middle, dict.fromkeys(self._actions, 0))
             middle = np.zeros_like(middle)
         if middle.any() or firsts.any():
             return self._begin(middle, firsts)
@@ -150,22 +140,20 @@ class VectorLanes:
 
     def _reset_all(self) -> Arrays:
         seed, self._seed, self._started = self._seed, None, True
-        result = self.env.reset(seed=seed) if seed is not None else self.env.reset()
+        result = self.env.reset(**({} if seed is None else {"seed": seed}))
         self._ended, self._unseen, self._waiting = (np.zeros(self.lanes, bool) for _ in range(3))
-        return self._send_firsts(self._observe(*result), np.ones(self.lanes, bool))
+        obs = self._observe(*reset_result(self.env, result))
+        return self._send_firsts(obs, np.ones(self.lanes, bool))
 
     def _begin(self, reset: Mask, firsts: Mask) -> Arrays:
         """Send first observations, and let the other lanes wait."""
         obs = self._first
         if reset.any():
-            observation, info = self.env.reset(options={"reset_mask": reset.copy()})
-            begun = self._observe(observation, info)
+            begun = self._observe(*self.env.reset(options={"reset_mask": reset.copy()}))
             if len(next(iter(begun.values()))) < self.lanes:  # EnvPool returns those it has reset
-                full = {k: np.zeros((self.lanes, *v.shape[1:]), v.dtype) for k, v in begun.items()}
-                for key, value in full.items():
-                    value[reset] = begun[key]
-                begun = full
-            obs = _merged(begun, self._first, firsts)
+                zeros = {k: np.zeros((self.lanes, *v.shape[1:]), v.dtype) for k, v in begun.items()}
+                begun = _replaced(zeros, reset, begun)
+            obs = _mixed(begun, self._first, firsts) if firsts.any() else begun
         self._waiting = self._waiting & ~firsts
         return self._send_firsts(obs, reset | firsts)
 
@@ -186,31 +174,21 @@ class VectorLanes:
         # Some libraries return arrays that they write to again.
         terminal = np.array(terminated, bool) & ~first
         done = (terminal | np.asarray(truncated, bool)) & ~first
-        over = done
         self._taken = np.where(first, 0, self._taken + 1)
-        if self._limit:
-            over = done | (self._taken >= self._limit)
+        over = done | (self._taken >= self._limit) if self._limit else done
         if self._mode is AutoresetMode.NEXT_STEP:
             self._ended = done
         elif self._mode is AutoresetMode.SAME_STEP and done.any():
             begun, obs = obs, self._last_obs(obs, info, done)
             # Lanes whose first observation still waits are those that are done now.
             self._first, self._waiting = begun, done
-        seen = ~self._unseen | first
-        if self._mode is AutoresetMode.SAME_STEP:
-            self._unseen = self._unseen & ~done  # its first observation is sent next
-        else:
-            self._unseen = self._unseen & ~first
+        self.present = seen = ~self._unseen | first
+        # With SAME_STEP the first observation is sent next.
+        self._unseen = self._unseen & ~(done if self._mode is AutoresetMode.SAME_STEP else first)
         self._over = np.where(seen, over, self._over)
-        self.present = seen
         values = np.where(first, np.float32(0), np.asarray(reward, np.float32).reshape(self.lanes))
-        return {
-            **obs,
-            "reward": values,
-            "is_first": first,
-            "is_last": over,
-            "is_terminal": terminal,
-        }
+        flags = {"is_first": first, "is_last": over, "is_terminal": terminal}
+        return {**obs, "reward": values, **flags}
 
     def give_up(self, rows: Mask) -> None:
         """Send no observation of these lanes, and start a new episode in them."""
@@ -219,39 +197,28 @@ class VectorLanes:
 
     def _observe(self, observation: Any, info: Mapping[str, Any]) -> Arrays:
         obs = self._translation.observe(observation)
-        count = len(next(iter(obs.values())))
-        for key, name in self._logged.items():
-            obs[key] = _numbers(info, name, count)
-        if info:
-            for name in info:
-                if name.startswith(LOG_PREFIX) and name not in (*self.obs_space, *self.unlogged):
-                    self.unlogged.append(name)
-        return obs
+        return obs | self._info.read(info, partial(_numbers, len(next(iter(obs.values())))))
 
     def _last_obs(self, begun: Arrays, info: Mapping[str, Any], done: Mask) -> Arrays:
         """The observations of this step: `final_obs` in lanes whose episode has ended."""
-        final = info.get("final_obs")
-        if final is None:
+        final, rows = info.get("final_obs"), np.flatnonzero(done)
+        by_lane = isinstance(final, np.ndarray) and final.dtype == object  # None in other lanes
+        if final is None or (by_lane and any(final[row] is None for row in rows)):
             raise EnvError(
                 f"{type(self.env).__name__} resets in the same step and returns no final_obs: "
                 "return it in info, or use the autoreset mode NEXT_STEP."
             )
-        if isinstance(final, np.ndarray) and final.dtype == object:  # None in the other lanes
-            rows = [final[lane] for lane in np.flatnonzero(done)]
+        if by_lane:
             space = self.env.single_observation_space
             batch: Any = create_empty_array(space, len(rows))
-            final = concatenate(space, rows, batch)
-            last = self._translation.observe(final)
+            last = self._translation.observe(
+                concatenate(space, [final[row] for row in rows], batch)
+            )
         else:  # of all lanes
-            last = {k: value[done] for k, value in self._translation.observe(final).items()}
+            last = {k: value[rows] for k, value in self._translation.observe(final).items()}
         about = info.get("final_info")
-        for key, name in self._logged.items():
-            last[key] = _numbers(info if about is None else about, name, self.lanes)[done]
-        result = dict(begun)
-        for key, value in last.items():
-            result[key] = np.array(begun[key])
-            result[key][done] = value
-        return result
+        logs = self._info.read(info if about is None else about, partial(_numbers, self.lanes))
+        return _replaced(begun, rows, last | {key: value[rows] for key, value in logs.items()})
 
     def render(self) -> NDArray[np.uint8] | None:
         """The frame of the first lane."""
@@ -275,23 +242,18 @@ class OneLane(Wrapper):
         return {key: np.array(value[0]) for key, value in obs.items()}
 
 
-class Lanes(CheckSpaces):
-    """Lanes as agents take them: actions are normalised, images resized and observations checked.
-
-    A lane with NaN or infinity sends no observation, and starts a new episode.
-    """
+class Lanes(AgentEnv):
+    """Lanes as agents take them. One with NaN or infinity sends no observation, and starts a new
+    episode."""
 
     def __init__(
         self,
         lanes: VectorLanes,
-        bounds: Bounds | Mapping[str, Bounds] | None = None,
         size: tuple[int, int] | None = None,
+        action_bounds: Bounds | Mapping[str, Bounds] | None = None,
     ) -> None:
-        ActionMask.of(lanes.obs_space, lanes.act_space)
-        inner = cast(Env, lanes)
-        sized = ResizeImages(inner, size) if size else inner
-        super().__init__(NormalizeActions(sized, bounds), lanes=(lanes.lanes,))
-        self._vector, self.lanes, self.unlogged = lanes, lanes.lanes, lanes.unlogged
+        super().__init__(cast(Env, lanes), size, action_bounds, lanes=(lanes.lanes,))
+        self._vector, self.lanes = lanes, lanes.lanes
         self.not_finite: NotFiniteError | None = None
         """NaN or infinity in the last step."""
 
@@ -351,7 +313,7 @@ def _check(env: Any, lanes: int) -> AutoresetMode:
         ) from None
 
 
-def _numbers(info: Mapping[str, Any], name: str, lanes: int) -> NDArray[np.float32]:
+def _numbers(lanes: int, info: Mapping[str, Any], name: str) -> NDArray[np.float32]:
     """A number of each lane from `info`; -inf where it is missing."""
     given = info.get(name)
     if given is None or np.shape(given)[:1] != (lanes,):
@@ -365,11 +327,14 @@ def _numbers(info: Mapping[str, Any], name: str, lanes: int) -> NDArray[np.float
     return numbers if there is None else np.where(there, numbers, _MISSING)
 
 
-def _merged(one: Arrays, other: Arrays, rows: Mask) -> Arrays:
+def _mixed(one: Arrays, other: Arrays, rows: Mask) -> Arrays:
     """Some rows of the other arrays among those of the one."""
-    if not rows.any():
-        return one
-    result = {key: np.array(value) for key, value in one.items()}
-    for key, value in result.items():
-        value[rows] = other[key][rows]
-    return result
+    return _replaced(one, rows, {key: other[key][rows] for key in one})
+
+
+def _replaced(arrays: Arrays, rows: NDArray[Any], values: Mapping[str, Any]) -> Arrays:
+    """Copies of arrays with other values in some rows."""
+    copies = {key: np.array(arrays[key]) for key in values}
+    for key, value in values.items():
+        copies[key][rows] = value
+    return {**arrays, **copies}

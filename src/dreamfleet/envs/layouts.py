@@ -1,4 +1,4 @@
-"""Which observations are images, and the order of their axes.
+"""Which observations are images, the order of their axes, and what becomes of other arrays.
 
 Agents take images as uint8 (height, width, channels). Environments also have them with the channels
 first, as a stack of frames, gray without an axis for channels, or as floats from 0 to 1. A *layout*
@@ -12,26 +12,55 @@ with three axes or more needs the option `image_layout`, for all observations or
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.envs.base import NotFiniteError
 from dreamfleet.errors import ConfigError
-from dreamfleet.spaces import SpaceError
+from dreamfleet.spaces import Space, SpaceError, without_logs
 
 NONE, FLAT = "none", "flat"
 Asked = str | Mapping[str, str] | None
 """The option `image_layout`."""
+Read = Callable[[Any], NDArray[Any]]
+"""Converts an observation or an action."""
+
+# The agent gets an integer vector as one-hot codes, unless an element has more choices than this,
+# or all its codes together are longer.
+MOST_CLASSES = 256
+_MOST_INPUTS = 32_768
 
 _LEAST_SIDE = 16
 # Layouts by number of axes, and the axis of the height in them; the width follows.
 _PLACES = {3: {"hwc": 0, "chw": 1}, 4: {"hwsc": 0, "shwc": 1, "schw": 2}}
 _OPTION = "the option image_layout"
+_LETTERS = "name each axis by a letter"
+
+
+class Box(NamedTuple):
+    """An array as an environment declares it; both bounds are inclusive."""
+
+    key: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    low: NDArray[Any]
+    high: NDArray[Any]
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The one smallest and the one largest value; NaN if elements differ."""
+        if self.dtype.kind == "b":
+            return 0.0, 1.0
+        low, high = (
+            float(bound.flat[0]) if np.all(bound == bound.flat[0]) else np.nan
+            for bound in (self.low, self.high)
+        )
+        return low, high
 
 
 @dataclass(frozen=True)
@@ -52,7 +81,7 @@ class Layout:
         size = dict(zip(self.axes, self.shape, strict=True))
         return size["h"], size["w"], size.get("c", 1) * size.get("s", 1)
 
-    @property
+    @cached_property
     def plain(self) -> bool:
         """Whether the environment already has it as agents take it."""
         return self.axes == "hwc" and self.dtype == np.uint8
@@ -127,63 +156,95 @@ def as_integers(key: str, value: Any, dtype: Any) -> NDArray[Any]:
     return array if array.dtype == dtype else array.astype(dtype)
 
 
-def find_layout(
-    key: str,
-    dtype: Any,
-    shape: tuple[int, ...],
-    low: NDArray[Any],
-    high: NDArray[Any],
-    asked: str = "",
-    *,
-    otherwise: str = "",
-) -> Layout | None:
-    """The layout of an observation; None for what is no image.
+def read_box(
+    box: Box, asked: str = "", *, image: str = "", otherwise: str = ""
+) -> tuple[Space, Read, str]:
+    """The space of an array for agents, its conversion, and a note.
 
     Args:
-        key: Of the observation.
-        dtype: Of its values.
-        shape: Of its values.
-        low: The smallest values.
-        high: The largest values, inclusive.
+        box: The array.
         asked: The layout that the option sets; empty to recognise it.
+        image: The key if it is an image; empty for the same.
         otherwise: The layout of bytes with three axes that are not recognised.
 
     Raises:
         SpaceError: The layout is ambiguous.
         ConfigError: The layout that the option sets does not fit.
     """
-    kind = np.dtype(dtype)
-    axes = asked or _recognise(kind, shape, *_range(kind, low, high))
-    if not axes and kind == np.uint8 and len(shape) == 3:
-        axes = otherwise
+    key, dtype, shape, *_ = box
+    axes = asked or _recognise(box) or (otherwise if dtype == np.uint8 and len(shape) == 3 else "")
     if not axes:
         layouts = "".join(f"{axes}, " for axes in _PLACES.get(len(shape), ()))
         what = "may be an image or not" if layouts else "is no image that agents take"
         raise SpaceError(
-            f"Observation {key!r} has dtype {kind} and shape {shape}, which {what}: set {_OPTION} "
+            f"Observation {key!r} has dtype {dtype} and shape {shape}, which {what}: set {_OPTION} "
             f"to {layouts}flat for a vector, or none to keep its shape for an encoder of your own."
         )
     if axes in (NONE, FLAT):
-        return None
-    _check_axes(key, axes, shape)
-    black, white = (0.0, 255.0) if kind == np.uint8 else _range(kind, low, high)
+        large = not asked and len(shape) == 2 and min(shape) >= _LEAST_SIDE
+        told = f"Observation {key!r}, {dtype} {shape}, is taken as a vector; {_OPTION}=hw takes "
+        return *_numbers(box, flat=axes == FLAT), f"{told}it as an image." if large else ""
+    if not set("hw") <= set(axes) <= set("hwcs") or len(set(axes)) < len(axes):
+        raise ConfigError(
+            f"image_layout={axes} is no layout: {_LETTERS}, h for height, w for width, c for "
+            "channels and s for the frames of a stack, or say flat or none."
+        )
+    if len(axes) != len(shape):
+        raise ConfigError(
+            f"image_layout={axes} names {len(axes)} axes, and observation {key!r} has shape "
+            f"{shape}: {_LETTERS}, or say flat or none."
+        )
+    black, white = (0.0, 255.0) if dtype == np.uint8 else box.range
     if not (np.isfinite(black) and np.isfinite(white) and black < white):
         raise SpaceError(
             f"Observation {key!r} has no bounds that say what is black and what is white, so it "
             f"is no image: give its space one low and one high for all pixels, such as 0 and 1, "
             f"or set {_OPTION} to flat or none."
         )
-    return Layout(key, axes, shape, black, white, kind)
+    layout = Layout(image or key, axes, shape, black, white, dtype)
+    return Space(np.uint8, layout.image), layout, layout.note
 
 
-def vector_note(key: str, dtype: Any, shape: tuple[int, ...]) -> str:
-    """A note about a matrix that might be an image; empty for anything else."""
-    if len(shape) != 2 or min(shape) < _LEAST_SIDE:
-        return ""
-    return (
-        f"Observation {key!r}, {np.dtype(dtype)} {shape}, is taken as a vector; {_OPTION}=hw takes "
-        "it as an image."
-    )
+def arranged(
+    obs_space: Mapping[str, Space], asked: Asked
+) -> tuple[dict[str, tuple[Space, Read]], list[str]]:
+    """Conversions of the images of a native environment, and notes about them.
+
+    Bytes with three axes that are not recognised are taken as hwc, the native layout.
+    """
+    spaces = without_logs(obs_space)
+    wanted = layouts_asked(asked, {key: space.shape for key, space in spaces.items()})
+    readers: dict[str, tuple[Space, Read]] = {}
+    notes: list[str] = []
+    for key, space in spaces.items():
+        box = Box(key, space.dtype, space.shape, space.low, space.high - space.discrete)
+        target, read, note = read_box(box, wanted.get(key, ""), otherwise="hwc")
+        notes += [note] if note else []
+        changed = not read.plain if isinstance(read, Layout) else len(space.shape) > 2
+        readers |= {key: (target, read)} if changed else {}
+    return readers, notes
+
+
+def _numbers(box: Box, *, flat: bool = False) -> tuple[Space, Read]:
+    """The space and the conversion of an array that is no image. A leading axis stays."""
+    shape = (int(np.prod(box.shape)),) if flat else box.shape
+    with np.errstate(over="ignore"):
+        low, high = (bound.reshape(shape).astype(np.float64) for bound in (box.low, box.high))
+        classes = high - low + 1
+        small = np.all(classes <= MOST_CLASSES) and np.sum(classes) <= _MOST_INPUTS
+        # More axes are for a custom encoder, and the default decoder predicts floats for them.
+        if box.dtype.kind in "iub" and small and np.all(low >= 0) and len(shape) <= 2:
+            space = Space(np.int32, shape, 0, high + 1)
+        else:
+            space = Space(np.float32, shape, low.astype(np.float32), high.astype(np.float32))
+    whole, axes = space.discrete, len(box.shape)
+
+    def read(value: Any) -> NDArray[Any]:
+        array = as_integers(box.key, value, np.int32) if whole else np.asarray(value, np.float32)
+        lead = array.shape[: max(0, array.ndim - axes)]
+        return array.reshape((*lead, *shape)) if flat else array
+
+    return space, read
 
 
 def layouts_asked(
@@ -207,8 +268,8 @@ def layouts_asked(
         if not fitting:
             found = ", ".join(f"{key!r} with shape {shape}" for key, shape in shapes.items())
             raise ConfigError(
-                f"image_layout={asked} fits no observation, there is {found}: name each axis by a "
-                "letter, such as hwc, chw, hw or shwc, or say flat or none."
+                f"image_layout={asked} fits no observation, there is {found}: {_LETTERS}, such as "
+                "hwc, chw, hw or shwc, or say flat or none."
             )
         return dict.fromkeys(fitting, asked)
     if len(shapes) == 1 and set(asked) <= set(names):
@@ -221,21 +282,10 @@ def layouts_asked(
     return dict(asked)
 
 
-def _check_axes(key: str, axes: str, shape: tuple[int, ...]) -> None:
-    if not set("hw") <= set(axes) <= set("hwcs") or len(set(axes)) < len(axes):
-        raise ConfigError(
-            f"image_layout={axes} is no layout: name each axis by a letter, h for height, w for "
-            "width, c for channels and s for the frames of a stack, or say flat or none."
-        )
-    if len(axes) != len(shape):
-        raise ConfigError(
-            f"image_layout={axes} names {len(axes)} axes, and observation {key!r} has shape "
-            f"{shape}: name each axis by a letter, or say flat or none."
-        )
-
-
-def _recognise(dtype: np.dtype[Any], shape: tuple[int, ...], low: float, high: float) -> str:
+def _recognise(box: Box) -> str:
     """The axes, `none`, or nothing if that is ambiguous."""
+    _, dtype, shape, *_ = box
+    low, high = box.range
     bright = high == 255 or (dtype.kind == "f" and high == 1)
     ranged = low == 0 and bright and dtype.kind != "b"
     if len(shape) < 2:
@@ -252,14 +302,3 @@ def _recognise(dtype: np.dtype[Any], shape: tuple[int, ...], low: float, high: f
         if min(height, width) > max(others) and (square or min(height, width) >= _LEAST_SIDE):
             return axes  # at most one place has the two longest axes
     return ""
-
-
-def _range(dtype: np.dtype[Any], low: NDArray[Any], high: NDArray[Any]) -> tuple[float, float]:
-    """The one smallest and the one largest value of an observation; NaN if pixels differ."""
-    if dtype.kind == "b":
-        return 0.0, 1.0
-    pair = []
-    for bound in (np.asarray(low), np.asarray(high)):
-        first = bound.flat[0] if bound.size else np.nan
-        pair.append(float(first) if np.all(bound == first) else np.nan)
-    return pair[0], pair[1]

@@ -34,18 +34,17 @@ class MiniGrid(EpisodicEnv):
 
     def __init__(
         self,
-        env: Any,
+        name: str,
         *,
         seed: int = 0,
         obs: Literal["pixels", "symbols"] = "pixels",
         size: tuple[int, int] = (64, 64),
     ) -> None:
-        self._env = env
+        env: Any = gymnasium.make(f"{_PREFIX}{name}", disable_env_checker=True)
+        self._env, self._size, self._pixels = env, size, obs == "pixels"
         self._seed: int | None = seed
-        self._pixels = obs == "pixels"
         self._cells = int(np.prod(env.observation_space["image"].shape))
         self._words, self._longest = vocabulary(env.observation_space["mission"])
-        self._size = size
         self.action_names = tuple(each.name for each in env.unwrapped.actions)
         space = {"direction": Space(np.int32, (), 0, 4)}
         if self._pixels:
@@ -102,29 +101,8 @@ def vocabulary(space: Any) -> tuple[dict[str, int], int]:
     return {word: n for n, word in enumerate(words, 1)}, max(len(m.split()) for m in missions)
 
 
-def tasks() -> list[str]:
-    """The names of the tasks of this suite."""
-    registry = _gymnasium().registry
-    return sorted(name.removeprefix(_PREFIX) for name in registry if name.startswith(_PREFIX))
-
-
-def constructor(name: str) -> Callable[..., Env] | None:
-    """What makes a task of this suite."""
-    return functools.partial(_make, name) if name in tasks() else None
-
-
-def _make(
-    name: str,
-    *,
-    seed: int = 0,
-    obs: Literal["pixels", "symbols"] = "pixels",
-    size: tuple[int, int] = (64, 64),
-) -> Env:
-    env = _gymnasium().make(f"{_PREFIX}{name}", disable_env_checker=True)
-    return MiniGrid(env, seed=seed, obs=obs, size=size)
-
-
-def _gymnasium() -> Any:
-    # Importing the package is what registers its environments.
-    import_extra("minigrid", "Tasks of minigrid:", "minigrid")
-    return gymnasium
+def constructors() -> dict[str, Callable[..., Env]]:
+    """What makes the tasks of this suite, by name."""
+    import_extra("minigrid", "Tasks of minigrid:", "minigrid")  # which registers its environments
+    names = [name.removeprefix(_PREFIX) for name in gymnasium.registry if name.startswith(_PREFIX)]
+    return {name: functools.partial(MiniGrid, name) for name in names}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,17 +12,15 @@ from numpy.typing import NDArray
 
 from dreamfleet.envs.base import RESERVED, Arrays, Env, NotFiniteError, Spaces
 from dreamfleet.envs.images import resize
-from dreamfleet.envs.layouts import (
-    FLAT,
-    Asked,
-    as_integers,
-    find_layout,
-    layouts_asked,
-    vector_note,
-)
+from dreamfleet.envs.layouts import Asked, Read, arranged, as_integers
 from dreamfleet.errors import ConfigError
 from dreamfleet.masks import ACTION_MASK, ActionMask
-from dreamfleet.spaces import RESET, Space, SpaceError, is_image, without_logs
+from dreamfleet.spaces import RESET, Space, SpaceError
+
+Bounds = tuple[float, float]
+"""The lowest and the highest value."""
+# Some environments write the largest float where they mean that there is no bound.
+_UNBOUNDED = 1e18
 
 
 class Wrapper:
@@ -30,6 +29,11 @@ class Wrapper:
     def __init__(self, env: Env) -> None:
         self.env = env
         self._obs_space, self._act_space = env.obs_space, env.act_space
+        notes = getattr(env, "notes", None)
+        self.notes = [str(note) for note in notes] if isinstance(notes, list) else []
+        """What was recognised or assumed about the environment, a sentence each."""
+        self.unlogged: list[str] = getattr(env, "unlogged", [])
+        """Names in `info` that start with log/ and are not among the observations."""
 
     @property
     def obs_space(self) -> Spaces:
@@ -38,12 +42,6 @@ class Wrapper:
     @property
     def act_space(self) -> Spaces:
         return self._act_space
-
-    @property
-    def notes(self) -> list[str]:
-        """What was recognised or assumed about the environment, a sentence each."""
-        inner = getattr(self.env, "notes", None)
-        return [str(note) for note in inner] if isinstance(inner, list) else []
 
     def step(self, action: Mapping[str, Any]) -> Arrays:
         return self.env.step(action)
@@ -66,170 +64,12 @@ class Wrapper:
             close()
 
 
-Bounds = tuple[float, float]
-"""The lowest and the highest value."""
-# Some environments write the largest float where they mean that there is no bound.
-_UNBOUNDED = 1e18
-
-
-class NormalizeActions(Wrapper):
-    """Continuous actions run from -1 to 1, are clipped, and mapped to the environment's bounds.
-
-    A missing bound is taken from `bounds`, which may be by key. By default it is -1 or 1, or 1
-    beyond the other bound if that lies further out.
-    """
-
-    def __init__(self, env: Env, bounds: Bounds | Mapping[str, Bounds] | None = None) -> None:
-        super().__init__(env)
-        self._native, self._assumed = affine_actions(env.act_space, bounds)
-        self.unlogged: list[str] = []
-        """Names in `info` that start with log/, and are not among the observations."""
-        self._act_space = {
-            key: Space(space.dtype, space.shape, -1, 1) if key in self._native else space
-            for key, space in env.act_space.items()
-        }
-
-    @property
-    def native_bounds(self) -> dict[str, tuple[NDArray[Any], NDArray[Any]]]:
-        """What -1 and 1 stand for, by continuous action."""
-        ones = {key: np.ones(self._act_space[key].shape) for key in self._native}
-        return {key: (to(-ones[key]), to(ones[key])) for key, to in self._native.items()}
-
-    @property
-    def notes(self) -> list[str]:
-        return [*super().notes, *self._assumed]
-
-    def step(self, action: Mapping[str, Any]) -> Arrays:
-        if not self._native or len(action) == 1:  # lanes are also given a reset alone
-            return self.env.step(action)
-        native = {key: convert(action[key]) for key, convert in self._native.items()}
-        return self.env.step({**action, **native})
-
-
-def affine_actions(
-    act_space: Spaces, bounds: Bounds | Mapping[str, Bounds] | None = None
-) -> tuple[dict[str, Callable[[Any], NDArray[Any]]], list[str]]:
-    """Functions that map each continuous action from -1..1 to its own bounds, and a note for each
-    assumed bound.
-
-    Raises:
-        ConfigError: `bounds` are given for an action that has bounds.
-    """
-    lacking = [
-        key for key, space in act_space.items() if not space.discrete and np.any(_missing(space))
-    ]
-    named = list(bounds) if isinstance(bounds, Mapping) else lacking if bounds else []
-    if bounds is not None and (not named or set(named) - set(lacking)):
-        wrong = next((key for key in named if key not in lacking), "")
-        these = f"action {wrong!r} is not one of them" if wrong else "there are none here"
-        raise ConfigError(
-            f"action_bounds is for continuous actions without bounds, and {these}: leave it out."
-        )
-    native: dict[str, Callable[[Any], NDArray[Any]]] = {}
-    notes = []
-    for key, space in act_space.items():
-        if not space.discrete:
-            given = bounds.get(key) if isinstance(bounds, Mapping) else bounds
-            bounded = _bounded(key, space, given)
-            native[key] = _affine(bounded)
-            if key in lacking and given is None:
-                notes.append(_assumed(key, bounded, _missing(space)))
-    return native, notes
-
-
-def _missing(space: Space) -> NDArray[np.bool_]:
-    """Which lower and which upper bounds are missing."""
-    missing: NDArray[np.bool_] = np.stack([space.low < -_UNBOUNDED, space.high > _UNBOUNDED])
-    return missing
-
-
-def _bounded(key: str, space: Space, given: Bounds | None) -> Space:
-    """The space with the bounds that it lacks."""
-    below, above = _missing(space)
-    low = np.where(below, given[0] if given else -1.0, space.low)
-    high = np.where(above, given[1] if given else 1.0, space.high)
-    if not given:
-        low, high = (
-            np.where(below, np.minimum(low, high - 1), low),
-            np.where(above, np.maximum(high, low + 1), high),
-        )
-    if np.any(low > high) or (given and not given[0] < given[1]):
-        raise ConfigError(
-            f"action_bounds={list(given or ())} leaves nothing of action {key!r}, which is "
-            f"{space}: give a low value and a higher one."
-        )
-    return Space(space.dtype, space.shape, low, high)
-
-
-def _assumed(key: str, bounded: Space, missing: NDArray[np.bool_]) -> str:
-    """The note about assumed bounds."""
-    where = missing.any(0)
-    low, high = bounded.low[where], bounded.high[where]
-    ranges = sorted({f"{a:g} to {b:g}" for a, b in zip(low.flat, high.flat, strict=True)})
-    some = "" if where.all() else f" in {where.sum()} of {where.size} dimensions"
-    acts = ", ".join(ranges[:3]) + (", ..." if len(ranges) > 3 else "")
-    lacks = "no bounds" if missing[:, where].all() else "a bound missing"
-    return (
-        f"Action {key!r} has {lacks}{some}: the agent acts within {acts}; the option "
-        "action_bounds=[low,high] sets others."
-    )
-
-
-def _affine(space: Space) -> Callable[[Any], NDArray[Any]]:
-    """From -1..1 to the bounds of a space."""
-    low, high, dtype = space.low, space.high, space.dtype
-    center, half = (low + high) / 2, (high - low) / 2
-
-    def convert(value: Any) -> NDArray[Any]:
-        # Clipped before, because the agent's sample may lie outside, and after, because of
-        # rounding. The ufuncs are faster than `np.clip`.
-        mapped = center + np.minimum(np.maximum(value, -1.0), 1.0) * half
-        bounded: NDArray[Any] = np.minimum(np.maximum(mapped, low), high)
-        return bounded.astype(dtype)
-
-    return convert
-
-
-class UnifyDtypes(Wrapper):
-    """Floats become float32, integers int32; uint8 and bool stay. Actions are cast back.
-
-    Floats are refused where the space says integers.
-    """
-
-    def __init__(self, env: Env) -> None:
-        super().__init__(env)
-        self._obs_space = {key: _unified(space) for key, space in env.obs_space.items()}
-        self._act_space = {key: _unified(space) for key, space in env.act_space.items()}
-        self._obs_dtypes = {key: space.dtype for key, space in self._obs_space.items()}
-        self._act_dtypes = {
-            key: space.dtype
-            for key, space in env.act_space.items()
-            if space.dtype != self._act_space[key].dtype
-        }
-
-    def step(self, action: Mapping[str, Any]) -> Arrays:
-        if self._act_dtypes:
-            cast = {key: np.asarray(action[key], kind) for key, kind in self._act_dtypes.items()}
-            action = {**action, **cast}
-        obs = self.env.step(action)
-        dtypes = self._obs_dtypes
-        result: Arrays = {}
-        for key, value in obs.items():
-            # CheckSpaces refuses a key without a space.
-            kind = dtypes.get(key)
-            integer = kind is not None and kind.kind in "iu"
-            result[key] = as_integers(key, value, kind) if integer else np.asarray(value, kind)
-        return result
-
-
 class TimeLimit(Wrapper):
     """Ends an episode after `limit` actions, as last but not terminal."""
 
     def __init__(self, env: Env, limit: int) -> None:
         super().__init__(env)
-        self._limit = limit
-        self._taken = 0
-        self._over = True
+        self._limit, self._taken, self._over = limit, 0, True
 
     def step(self, action: Mapping[str, Any]) -> Arrays:
         if self._over and not action[RESET]:
@@ -268,112 +108,107 @@ class ActionRepeat(Wrapper):
         return {**obs, "reward": np.array(reward, np.float32)}
 
 
-class ArrangeImages(Wrapper):
-    """Brings images of a native environment to uint8 (height, width, channels).
+class AgentEnv(Wrapper):
+    """An environment as agents take it.
 
-    Bytes with three axes that are not recognised are taken as hwc, the native layout. With the
-    layouts `none` and `flat` an observation becomes floats.
+    Observations: floats become float32, integers int32, bool and uint8 stay. Floats are refused
+    where the space says integers. Keys, shapes, NaN and infinity are checked on every step, bounds
+    on the first `bounds_for` steps only: enough to find a wrong declaration.
+
+    Actions: continuous ones run from -1 to 1, are clipped, and mapped to the environment's bounds,
+    as in `affine_actions`. All are cast to the environment's dtypes.
+
+    Args:
+        env: The environment.
+        size: Height and width of all images.
+        action_bounds: Where continuous actions have none.
+        arrange: Whether images are to be brought to uint8 (height, width, channels).
+        image_layout: How they are arranged, as for `make_env`.
+        bounds_for: How many steps have their bounds checked.
+        lanes: The leading axis of a vectorised environment.
     """
 
-    def __init__(self, env: Env, asked: Asked = None) -> None:
-        super().__init__(env)
-        spaces = {k: s for k, s in without_logs(env.obs_space).items() if k not in RESERVED}
-        wanted = layouts_asked(asked, {key: space.shape for key, space in spaces.items()})
-        self._readers: dict[str, Callable[[Any], NDArray[Any]]] = {}
-        self._obs_space = dict(env.obs_space)
-        self._notes: list[str] = []
-        for key, space in spaces.items():
-            dtype, shape, high = space.dtype, space.shape, space.high - space.discrete
-            choice = wanted.get(key, "")
-            layout = find_layout(key, dtype, shape, space.low, high, choice, otherwise="hwc")
-            if layout is None:
-                self._notes.append("" if choice else vector_note(key, dtype, shape))
-                if len(shape) > 2:
-                    kept = _floats if choice != FLAT else lambda value: _floats(value).reshape(-1)
-                    low, bound = kept(space.low), kept(high)
-                    self._obs_space[key] = Space(np.float32, low.shape, low, bound)
-                    self._readers[key] = kept
-            elif not layout.plain:
-                self._obs_space[key] = Space(np.uint8, layout.image)
-                self._readers[key] = layout
-                self._notes.append(layout.note)
-
-    @property
-    def useful(self) -> bool:
-        """Whether it changes or notes anything."""
-        return bool(self._readers or any(self._notes))
-
-    @property
-    def notes(self) -> list[str]:
-        return [*super().notes, *filter(None, self._notes)]
-
-    def step(self, action: Mapping[str, Any]) -> Arrays:
-        obs = self.env.step(action)
-        # CheckSpaces refuses a missing key.
-        read = {key: reader(obs[key]) for key, reader in self._readers.items() if key in obs}
-        return {**obs, **read}
-
-
-def _floats(value: Any) -> NDArray[np.float32]:
-    return np.asarray(value, np.float32)
-
-
-class ResizeImages(Wrapper):
-    """Brings every uint8 image (height, width, channels) to one size."""
-
-    def __init__(self, env: Env, size: tuple[int, int]) -> None:
-        super().__init__(env)
-        self._size = size
-        self._keys = [
-            key for key, space in env.obs_space.items() if is_image(space.dtype, space.shape)
-        ]
-        self._obs_space = {
-            key: Space(np.uint8, (*size, space.shape[2])) if key in self._keys else space
-            for key, space in env.obs_space.items()
-        }
-
-    def step(self, action: Mapping[str, Any]) -> Arrays:
-        obs = self.env.step(action)
-        return {**obs, **{key: resize(obs[key], self._size) for key in self._keys}}
-
-
-class CheckSpaces(Wrapper):
-    """Refuses observations and actions that do not fit their spaces.
-
-    Keys, shapes, dtypes, NaN and infinity are checked on every step, bounds on the first
-    `bounds_for` steps only: enough to find a wrong declaration. Observations of vectorised
-    environments have a leading axis of `lanes`.
-    """
-
-    def __init__(self, env: Env, *, bounds_for: int = 200, lanes: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        env: Env,
+        size: tuple[int, int] | None = None,
+        action_bounds: Bounds | Mapping[str, Bounds] | None = None,
+        *,
+        arrange: bool = False,
+        image_layout: Asked = None,
+        bounds_for: int = 200,
+        lanes: tuple[int, ...] = (),
+    ) -> None:
         super().__init__(env)
         check_declaration(env.obs_space, env.act_space)
         self._remaining, self._lanes = bounds_for, lanes
-        self._expected = {
-            key: (space.dtype, (*lanes, *space.shape), not space.discrete)
-            for key, space in env.obs_space.items()
+        readers: dict[str, tuple[Space, Read]] = {}
+        if arrange:
+            own = {key: space for key, space in env.obs_space.items() if key not in RESERVED}
+            readers, notes = arranged(own, image_layout)
+            self.notes += notes
+        if ActionMask.of(env.obs_space, env.act_space):
+            self.notes.append(f"Actions are masked by the observation {ACTION_MASK!r}.")
+        self._obs_space = {}
+        # Of each observation: dtype, shape, whether it may hold NaN, and a conversion.
+        self._expected: dict[str, tuple[Any, tuple[int, ...], bool, Read | None]] = {}
+        for key, given in env.obs_space.items():
+            space, read = readers.get(key, (_unified(given), None))
+            if size and space.image:
+                space = Space(np.uint8, (*size, space.shape[2]))
+                read = functools.partial(_resized, key, read, size)
+            self._obs_space[key] = space
+            self._expected[key] = space.dtype, (*lanes, *space.shape), not space.discrete, read
+        self._affine, assumed = affine_actions(env.act_space, action_bounds)
+        self.notes += assumed
+        self._act_space = {
+            key: Space(np.float32, space.shape, -1, 1) if key in self._affine else _unified(space)
+            for key, space in env.act_space.items()
+        }
+        self._native: dict[str, Read] = {
+            key: self._affine.get(key) or functools.partial(np.asarray, dtype=space.dtype)
+            for key, space in env.act_space.items()
+            if key in self._affine or space.dtype != self.act_space[key].dtype
         }
 
     @property
-    def notes(self) -> list[str]:
-        masked = [f"Actions are masked by the observation {ACTION_MASK!r}."]
-        return [*super().notes, *(masked if ACTION_MASK in self.obs_space else [])]
+    def native_bounds(self) -> dict[str, tuple[NDArray[Any], NDArray[Any]]]:
+        """What -1 and 1 stand for, by continuous action."""
+        ones = {key: np.ones(self.act_space[key].shape) for key in self._affine}
+        return {key: (to(-ones[key]), to(ones[key])) for key, to in self._affine.items()}
 
     def step(self, action: Mapping[str, Any]) -> Arrays:
         if self._remaining > 0 and not self._lanes:
             self._check_action(action)
-        obs = self.env.step(action)
-        if obs.keys() != self._expected.keys():
-            self._refuse_keys(obs)
-        for key, (dtype, shape, continuous) in self._expected.items():
-            value = obs[key]
-            if value.dtype != dtype or value.shape != shape:
-                raise SpaceError(
-                    f"Observation {key!r} has dtype {value.dtype} and shape {value.shape}, but the "
-                    f"space says {dtype} and {shape}: correct obs_space[{key!r}] or the value."
+        if self._native and len(action) > 1:  # lanes are also given a reset alone
+            native = {key: convert(action[key]) for key, convert in self._native.items()}
+            action = {**action, **native}
+        given = self.env.step(action)
+        if given.keys() != self._expected.keys():
+            self._refuse_keys(given)
+        obs: Arrays = {}
+        for key, (dtype, shape, continuous, read) in self._expected.items():
+            value = given[key]
+            if read is not None:
+                value = read(value)
+            elif type(value) is not np.ndarray or value.dtype != dtype:
+                value = (
+                    as_integers(key, value, dtype)
+                    if dtype.kind in "iu"
+                    else np.asarray(value, dtype)
                 )
-            if continuous and not _is_finite(value):
+            if value.shape != shape:
+                raise SpaceError(
+                    f"Observation {key!r} has shape {value.shape}, but the space says {shape}: "
+                    f"correct obs_space[{key!r}] or the value."
+                )
+            # NaN propagates to the maximum and compares false; minus infinity may mark a missing
+            # value. The ufunc is several times faster than the method `max`.
+            if continuous and not (
+                float(value if value.ndim == 0 else np.maximum.reduce(value, None)) < math.inf
+            ):
                 self._not_finite(key, value)
+            obs[key] = value
         if not self._lanes and float(obs["reward"]) == -math.inf:  # a reward is never missing
             raise NotFiniteError("The reward is -inf: return a finite number.", "reward")
         if self._remaining > 0:
@@ -389,10 +224,10 @@ class CheckSpaces(Wrapper):
         )
 
     def _check_action(self, action: Mapping[str, Any]) -> None:
-        for key, space in self.env.act_space.items():
+        for key, space in self.act_space.items():
             if key not in action:
                 raise SpaceError(
-                    f"The action lacks {key!r}: it needs the keys {sorted(self.env.act_space)}."
+                    f"The action lacks {key!r}: it needs the keys {sorted(self.act_space)}."
                 )
             shape = np.shape(action[key])
             if shape != space.shape:
@@ -407,7 +242,7 @@ class CheckSpaces(Wrapper):
                 )
 
     def _check_bounds(self, obs: Arrays) -> None:
-        for key, space in self.env.obs_space.items():
+        for key, space in self.obs_space.items():
             value = obs[key]
             above = value >= space.high if space.discrete else value > space.high
             if not np.any(above | (value < space.low)) or np.any(np.isneginf(value)):
@@ -447,12 +282,8 @@ def check_declaration(obs_space: Mapping[str, Space], act_space: Mapping[str, Sp
         raise SpaceError("act_space holds 'reset' only: add at least one action.")
 
 
-def _is_finite(value: NDArray[Any]) -> bool:
-    """Whether there is neither NaN nor infinity. Minus infinity may mark a missing value."""
-    # NaN propagates to the maximum and compares false. The ufunc is several times faster than the
-    # method `max`, and this runs on every step.
-    largest = value if value.ndim == 0 else np.maximum.reduce(value, None)
-    return float(largest) < math.inf
+def _resized(key: str, read: Read | None, size: tuple[int, int], value: Any) -> NDArray[np.uint8]:
+    return resize(read(value) if read else as_integers(key, value, np.uint8), size)
 
 
 def _unified(space: Space) -> Space:
@@ -466,3 +297,75 @@ def _unified(space: Space) -> Space:
     info = np.iinfo(np.int32)
     low, high = np.maximum(space.low, info.min), np.minimum(space.high, info.max)
     return Space(np.int32, space.shape, low, high)
+
+
+def affine_actions(
+    act_space: Spaces, bounds: Bounds | Mapping[str, Bounds] | None = None
+) -> tuple[dict[str, Read], list[str]]:
+    """Functions that map each continuous action from -1..1 to its own bounds, and a note for each
+    assumed bound. A missing bound is -1 or 1, or 1 beyond the other bound if that lies further out.
+
+    Args:
+        act_space: The actions.
+        bounds: What missing bounds are instead, for all or by key.
+
+    Raises:
+        ConfigError: `bounds` are given for an action that has bounds.
+    """
+    missing = {
+        key: np.stack([space.low < -_UNBOUNDED, space.high > _UNBOUNDED])
+        for key, space in act_space.items()
+        if not space.discrete
+    }
+    lacking = [key for key, where in missing.items() if where.any()]
+    named = list(bounds) if isinstance(bounds, Mapping) else lacking if bounds else []
+    if bounds is not None and (not named or set(named) - set(lacking)):
+        wrong = next((key for key in named if key not in lacking), "")
+        these = f"action {wrong!r} is not one of them" if wrong else "there are none here"
+        raise ConfigError(
+            f"action_bounds is for continuous actions without bounds, and {these}: leave it out."
+        )
+    native: dict[str, Read] = {}
+    notes = []
+    for key, (below, above) in missing.items():
+        space, given = act_space[key], bounds.get(key) if isinstance(bounds, Mapping) else bounds
+        lowest: Any = given[0] if given else np.minimum(-1, np.where(above, 1, space.high) - 1)
+        highest: Any = given[1] if given else np.maximum(1, np.where(below, -1, space.low) + 1)
+        low, high = np.where(below, lowest, space.low), np.where(above, highest, space.high)
+        if np.any(low > high) or (given and not given[0] < given[1]):
+            raise ConfigError(
+                f"action_bounds={list(given or ())} leaves nothing of action {key!r}, which is "
+                f"{space}: give a low value and a higher one."
+            )
+        native[key] = _affine(low, high, space.dtype)
+        if key in lacking and given is None:
+            notes.append(_assumed(key, low, high, missing[key]))
+    return native, notes
+
+
+def _assumed(key: str, low: Any, high: Any, missing: NDArray[np.bool_]) -> str:
+    """The note about assumed bounds."""
+    where = missing.any(0)
+    pairs = zip(low[where].flat, high[where].flat, strict=True)
+    ranges = sorted({f"{a:g} to {b:g}" for a, b in pairs})
+    some = "" if where.all() else f" in {where.sum()} of {where.size} dimensions"
+    acts = ", ".join(ranges[:3]) + (", ..." if len(ranges) > 3 else "")
+    lacks = "no bounds" if missing[:, where].all() else "a bound missing"
+    return (
+        f"Action {key!r} has {lacks}{some}: the agent acts within {acts}; the option "
+        "action_bounds=[low,high] sets others."
+    )
+
+
+def _affine(low: NDArray[Any], high: NDArray[Any], dtype: Any) -> Read:
+    """From -1..1 to these bounds."""
+    center, half = (low + high) / 2, (high - low) / 2
+
+    def convert(value: Any) -> NDArray[Any]:
+        # Clipped before, because the agent's sample may lie outside, and after, because of
+        # rounding. The ufuncs are faster than `np.clip`.
+        mapped = center + np.minimum(np.maximum(value, -1.0), 1.0) * half
+        bounded: NDArray[Any] = np.minimum(np.maximum(mapped, low), high)
+        return bounded.astype(dtype)
+
+    return convert

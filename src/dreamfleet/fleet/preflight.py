@@ -27,6 +27,7 @@ from dreamfleet.fleet.launchers import find_launcher
 from dreamfleet.fleet.workers import worker_names
 from dreamfleet.formatting import readable
 from dreamfleet.memory import memory_free
+from dreamfleet.metrics.outputs.prometheus import check_port
 from dreamfleet.offline import check_sources, find_source
 from dreamfleet.policy import Spaces, find_checkpoint, read_blueprint
 from dreamfleet.presets import PRESETS
@@ -175,7 +176,9 @@ def run_notes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> Iterat
 
 
 def check_outputs(config: RunConfig) -> None:
-    """An output whose package is missing would end the logger."""
+    """An output whose package is missing, or whose port is in use, would end the logger."""
+    if config.metrics_port and config.launcher != "ray":
+        check_port(config.metrics_port)
     for name, module in (("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("mlflow", "mlflow")):
         if name in config.outputs and importlib.util.find_spec(module) is None:
             raise ConfigError(

@@ -215,6 +215,22 @@ def test_what_it_raises_is_shown_and_what_training_would_do(
         assert (result.steps, result.episodes) == (50, 2), "what it did before is told"
 
 
+def test_the_call_of_a_later_environment_is_named() -> None:
+    made: list[int] = []
+
+    class Third(Sound):
+        def _advance(self, action: Any) -> Outcome:
+            if len(made) == 3:
+                raise ValueError("worn out")
+            return super()._advance(action)
+
+    def make(seed: int) -> Any:
+        made.append(seed)
+        return Third(seed)
+
+    assert "Step 1 of 50 raised ValueError" in said(diagnose(make, steps=50).problems)
+
+
 def test_every_call_is_told_before_it_is_made() -> None:
     calls: list[tuple[str, int]] = []
 
@@ -237,7 +253,7 @@ def test_every_call_is_told_before_it_is_made() -> None:
 def test_a_refused_observation_is_a_problem_and_no_crash() -> None:
     def make(seed: int):
         env = make_env("bundled:pointmass", seed=seed)
-        env.env.env.env._observe = lambda: {"position": np.zeros(2)}
+        env.env._observe = lambda: {"position": np.zeros(2)}
         return env
 
     assert "lacks 'goal'" in said(diagnose(make, steps=10).problems)

@@ -292,6 +292,50 @@ def test_refusals() -> None:
         make_env("gym:CartPole-v1", vectorization="sync", obs="pixels")
 
 
+class Changed(AllFinal):
+    """Returns something else than the vector environment inside."""
+
+    def __init__(self, num_envs: int, mode: AutoresetMode, info: Any, reset: Any = None) -> None:
+        super().__init__(num_envs)
+        self.metadata = {"autoreset_mode": mode}
+        self.inner = vector(Push, mode, num_envs)
+        self._info, self._reset = info, reset or (lambda result: result)
+
+    def reset(self, **options: Any) -> Any:
+        return self._reset(self.inner.reset(**options))
+
+    def step(self, actions: Any) -> Any:
+        return (*self.inner.step(actions)[:4], self._info)
+
+
+SAME, NEXT = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP
+
+
+@pytest.mark.parametrize("info", [{}, {"final_obs": np.full(LANES, None)}])
+def test_an_environment_without_final_obs_is_refused(info: Any) -> None:
+    def make(num_envs: int) -> Any:
+        return Changed(num_envs, SAME, info)
+
+    with pytest.raises(EnvError, match="resets in the same step and returns no final_obs"):
+        lane_streams(make_lanes(make, LANES, seed=SEED), 60, set())
+
+
+def test_info_may_hold_any_name_and_a_reset_returns_a_pair() -> None:
+    info = {3: np.zeros(LANES), "log/speed": np.ones(LANES), "log/text": np.full(LANES, "x")}
+
+    def make(num_envs: int) -> Any:
+        return Changed(num_envs, NEXT, info)
+
+    def old(num_envs: int) -> Any:
+        return Changed(num_envs, NEXT, info, lambda result: result[0])
+
+    lanes = make_lanes(make, LANES, seed=SEED)
+    lane_streams(lanes, 10, set())
+    assert lanes.unlogged == ["log/speed"]
+    with pytest.raises(EnvError, match="its reset returns no pair"):
+        lane_streams(make_lanes(old, LANES, seed=SEED), 1, set())
+
+
 def test_an_id_with_a_vector_environment_only() -> None:
     entry = "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"
     gymnasium.register("OnlyVectorTest-v0", vector_entry_point=entry)

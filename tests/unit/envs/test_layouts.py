@@ -233,7 +233,7 @@ def test_the_answer_may_be_by_key_and_overrules() -> None:
 def test_values_that_are_no_image_are_named(value: Any, words: str) -> None:
     _, make = shown((64, 64, 3), F32, 0, 1)
     env = make()
-    env.env.env.env.env.reset = lambda **_: (value, {})
+    env.env.env.reset = lambda **_: (value, {})
     with pytest.raises(SpaceError, match=f"Observation 'image' {words}") as caught:
         env.step(noop(env.act_space))
     # What a run does then is a setting.

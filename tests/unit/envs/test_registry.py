@@ -12,7 +12,6 @@ from dreamfleet.envs import (
     EnvError,
     MissingExtraError,
     UnknownTaskError,
-    adapt,
     env_seed,
     make_env,
     make_visible_env,
@@ -105,7 +104,7 @@ def test_your_own_native_environment(module: str) -> None:
     assert obs["x"].dtype == np.float32
     assert obs["x"].tolist() == [3, 3]
     assert obs["is_first"].dtype == bool
-    assert env.env.env.env.pushes == [7.5], "normalised: 0.5 is three quarters of 0..10"
+    assert env.env.pushes == [7.5], "normalised: 0.5 is three quarters of 0..10"
 
 
 def test_your_own_gymnasium_environment(module: str) -> None:
@@ -174,7 +173,7 @@ def test_a_constructor_argument_that_is_missing_is_named_with_the_flag(
 
 def test_a_constructor_argument_may_be_called_like_an_option_of_all_tasks(module: str) -> None:
     env = make_env(f"{module}:Needy", size=5)
-    assert env.env.env.env.env.size == 5
+    assert env.env.env.size == 5
 
 
 def test_a_visible_environment_renders(module: str) -> None:
@@ -356,4 +355,4 @@ def test_seeds_of_environments_differ() -> None:
 
 def test_adapting_tells_what_is_missing() -> None:
     with pytest.raises(EnvError, match="dict is no environment: it needs obs_space"):
-        adapt({})
+        make_env(lambda: {1: 2})

@@ -10,11 +10,8 @@ from dreamfleet.envs import EpisodicEnv, Outcome, SpaceError, make_env, noop
 from dreamfleet.envs.base import Arrays
 from dreamfleet.envs.wrappers import (
     ActionRepeat,
-    CheckSpaces,
-    NormalizeActions,
-    ResizeImages,
+    AgentEnv,
     TimeLimit,
-    UnifyDtypes,
     check_declaration,
 )
 
@@ -53,8 +50,8 @@ def begin(env: Any) -> Arrays:
 
 def test_finite_bounds_map_to_the_unit_interval() -> None:
     inner = Recorder({"action": Space(np.float64, (2,), [0, -10], [4, 30])})
-    env = NormalizeActions(inner)
-    assert env.act_space["action"] == Space(np.float64, (2,), -1, 1)
+    env = AgentEnv(inner)
+    assert env.act_space["action"] == Space(np.float32, (2,), -1, 1)
     begin(env)
     for given, native in [
         ([-1, -1], [0, -10]),
@@ -90,7 +87,7 @@ def test_missing_bounds_of_actions_are_said_and_set(
     low: float, high: float, bounds: Any, natives: tuple, note: str
 ) -> None:
     inner = Recorder({"action": Space(np.float32, (2,), low, high)})
-    env = NormalizeActions(inner, bounds)
+    env = AgentEnv(inner, action_bounds=bounds)
     assert env.act_space["action"] == Space(np.float32, (2,), -1, 1)
     begin(env)
     for given, native in zip((-1, 1), natives, strict=True):
@@ -136,7 +133,7 @@ def test_wrong_bounds_of_actions_are_refused(low: float, bounds: Any, words: str
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_actions_have_the_dtype_of_their_space(dtype: type) -> None:
     inner = Recorder({"action": Space(dtype, (2,), -3, 3)})
-    env = NormalizeActions(inner)
+    env = AgentEnv(inner)
     begin(env)
     act(env, action=np.ones(2, np.float32))
     assert inner.actions[-1]["action"].dtype == dtype
@@ -144,7 +141,7 @@ def test_actions_have_the_dtype_of_their_space(dtype: type) -> None:
 
 def test_discrete_actions_pass_through_untouched() -> None:
     inner = Recorder()
-    env = NormalizeActions(inner)
+    env = AgentEnv(inner)
     begin(env)
     act(env, action=2)
     assert inner.actions[-1]["action"] == 2
@@ -160,7 +157,7 @@ def test_dtypes_are_unified_and_actions_cast_back() -> None:
         flag=np.zeros(2, bool),
         image=np.zeros((4, 4, 3), np.uint8),
     )
-    env = UnifyDtypes(inner)
+    env = AgentEnv(inner)
     begin(env)
     obs = act(env, action=np.int32(2))
     expected = {
@@ -199,7 +196,7 @@ def test_a_value_on_its_bound_stays_inside_when_rounded() -> None:
     """4.8 is above the largest float32 below 4.8: cast alone, the bound would exclude it."""
     env = Recorder(x=np.array(0.0))
     env.obs_space["x"] = Space(np.float64, (), -4.8, 4.8)
-    unified = UnifyDtypes(env)
+    unified = AgentEnv(env)
     assert unified.obs_space["x"].contains(np.array(4.8, np.float32))
 
 
@@ -236,7 +233,7 @@ def test_repeated_actions_sum_their_rewards() -> None:
 
 def test_images_are_resized_and_nothing_else() -> None:
     inner = Recorder(image=np.full((8, 6, 3), 7, np.uint8), vector=np.zeros(3, np.float32))
-    env = ResizeImages(inner, (4, 5))
+    env = AgentEnv(inner, (4, 5))
     assert env.obs_space["image"] == Space(np.uint8, (4, 5, 3))
     obs = begin(env)
     assert obs["image"].shape == (4, 5, 3)
@@ -262,8 +259,8 @@ class Wrong(Recorder):
     [
         ({"x": None}, r"lacks 'x'.*return it on every step"),
         ({"y": np.zeros(1)}, r"holds 'y'.*add it to obs_space"),
-        ({"x": np.zeros(3, np.float32)}, r"'x' has dtype float32 and shape \(3,\)"),
-        ({"x": np.zeros(2)}, r"'x' has dtype float64"),
+        ({"x": np.zeros(3, np.float32)}, r"'x' has shape \(3,\), but the space says \(2,\)"),
+        ({"n": np.zeros(())}, r"'n' has dtype float64, but its space says int32"),
         ({"x": np.array([0, np.nan], np.float32)}, r"'x' holds NaN"),
         ({"x": np.array([0, np.inf], np.float32)}, r"'x' holds NaN or infinity"),
         ({"reward": np.array(np.nan, np.float32)}, r"'reward' holds NaN"),
@@ -271,22 +268,22 @@ class Wrong(Recorder):
     ],
 )
 def test_a_wrong_observation_is_named(change: dict, words: str) -> None:
-    env = CheckSpaces(Wrong(**change))
+    env = AgentEnv(Wrong(**change))
     with pytest.raises(SpaceError, match=words):
         begin(env)
 
 
 def test_huge_values_are_numbers() -> None:
-    begin(CheckSpaces(Wrong(x=np.full(2, -3e38, np.float32))))
+    begin(AgentEnv(Wrong(x=np.full(2, -3e38, np.float32))))
 
 
 def test_minus_infinity_marks_a_missing_value() -> None:
-    begin(CheckSpaces(Wrong(x=np.full(2, -np.inf, np.float32))))
+    begin(AgentEnv(Wrong(x=np.full(2, -np.inf, np.float32))))
 
 
 def test_bounds_are_only_checked_at_the_start() -> None:
     inner = Wrong()
-    env = CheckSpaces(inner, bounds_for=2)
+    env = AgentEnv(inner, bounds_for=2)
     begin(env)
     act(env)
     inner.change = {"n": np.array(9, np.int32)}
@@ -306,7 +303,7 @@ def test_bounds_are_only_checked_at_the_start() -> None:
 )
 def test_a_wrong_action_is_named(action: dict, words: str) -> None:
     with pytest.raises(SpaceError, match=words):
-        CheckSpaces(Recorder()).step(action)
+        AgentEnv(Recorder()).step(action)
 
 
 @pytest.mark.parametrize(

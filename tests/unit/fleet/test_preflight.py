@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -440,3 +441,12 @@ def test_settings_for_vectors_with_images_are_warned_of() -> None:
     (_, warning) = run_notes(preset("default"), IMAGE, ACTION)
     assert "--preset pixels" in warning
     assert len(list(run_notes(preset("default"), VECTOR, ACTION))) == 1
+
+
+def test_a_port_that_is_in_use_is_refused() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"metrics_port={port} cannot be used .*another"):
+            preflight(replace(CONFIG, metrics_port=port), lambda _: Closing())

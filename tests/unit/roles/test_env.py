@@ -18,7 +18,7 @@ from fleet_parts import dummy_with_its_id, small_run
 
 from dreamfleet.config import PROGRESS_STEPS, RunConfig
 from dreamfleet.envs.base import EnvCrashedError, UnknownTaskError
-from dreamfleet.envs.wrappers import CheckSpaces
+from dreamfleet.envs.wrappers import AgentEnv
 from dreamfleet.fleet.factories import environment
 from dreamfleet.replay import Replay
 from dreamfleet.roles import env as role
@@ -148,13 +148,13 @@ def laned(args: RunConfig) -> RunConfig:
 
 def flaky(trouble: Mapping[int, Callable[[Any], Any]]) -> Callable[..., Any]:
     made = [0]
-    return lambda envid: CheckSpaces(Failing(trouble, made, envid))  # type: ignore[arg-type]
+    return lambda envid: AgentEnv(Failing(trouble, made, envid))  # type: ignore[arg-type]
 
 
 def test_an_exception_costs_its_own_episode_and_the_others_never_notice(
     args: RunConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    healthy = lambda envid: CheckSpaces(dummy_with_its_id(envid))  # noqa: E731
+    healthy = lambda envid: AgentEnv(dummy_with_its_id(envid))  # noqa: E731
     agent, envs = run(args, [healthy, flaky({11: explode})])
     step = agent.rows(1, "vector")
     assert [int(row[2]) for row in step][:14] == [*range(10), 0, 1, 2, 3]

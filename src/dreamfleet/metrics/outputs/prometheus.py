@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import socket
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 from dreamfleet.errors import ConfigError
 from dreamfleet.metrics.outputs.base import Output, kind_of
+
+_HOST = "127.0.0.1"
 
 
 class PrometheusOutput(Output):
@@ -45,12 +48,8 @@ class PrometheusOutput(Output):
             def log_message(self, *_: Any) -> None:
                 """Say nothing about requests."""
 
-        try:
-            self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        except OSError as error:
-            raise ConfigError(
-                f"metrics_port={port} cannot be used ({error.strerror}): choose another."
-            ) from None
+        check_port(port)
+        self._server = ThreadingHTTPServer((_HOST, port), Handler)
         self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])
         threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
@@ -73,6 +72,18 @@ class PrometheusOutput(Output):
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+def check_port(port: int) -> None:
+    """Refuse a port that is in use, or that this user may not use."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server has it
+        try:
+            probe.bind((_HOST, port))
+        except OSError as error:
+            raise ConfigError(
+                f"metrics_port={port} cannot be used ({error.strerror}): choose another."
+            ) from None
 
 
 def _escaped(value: str) -> str:
