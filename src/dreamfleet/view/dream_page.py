@@ -12,17 +12,18 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from nicegui import app, run, ui
+from nicegui import app, ui
+from nicegui import run as threads
 from nicegui.events import KeyEventArguments
 
-from dreamfleet.dream.host import DreamClosedError, DreamHost
+from dreamfleet.dream.session import FRESH
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.view.charts import COLORS, Chart
-from dreamfleet.view.frame import RunPage, card, draw, with_hint
+from dreamfleet.view.dream_host import DreamClosedError, DreamHost
+from dreamfleet.view.frame import Refresh, card, draw, with_hint
 from dreamfleet.view.records_page import checkpoint_rows
+from dreamfleet.view.runs import Run
 
-FRESH = -1
-"""The start from a fresh episode of the environment."""
 _MAX_CONTROLS, _MAX_CHOICES = 32, 64
 _DRAW_SECONDS = 0.2
 """Between two drawings of the curves while the dream plays; all frames are shown."""
@@ -66,27 +67,16 @@ def keys_of(names: Sequence[str], count: int) -> dict[str, int]:
     return keys
 
 
-def first_start(about: dict[str, Any]) -> int | None:
-    """The default start: a fresh episode, or else the newest complete one that is stored."""
-    if about["real"]:
-        return FRESH
-    episodes: list[dict[str, Any]] = about["episodes"]
-    complete = (n for n, each in enumerate(episodes) if each["begins"] and each["ends"])
-    return next(complete, 0 if episodes else None)
+def build_dream(run: Run) -> Refresh:
+    """What a world model imagines, one action at a time, beside the real environment."""
+    return DreamPage(run).offer_checkpoints
 
 
-def steps_to_observe(length: int) -> int:
-    """Of a stored episode: enough to see what moves, with most of it left to play."""
-    return max(1, min(5, length // 4))
-
-
-class DreamPage(RunPage):
+class DreamPage:
     """One viewer's page, with a dream of its own."""
 
-    path, seconds = "dream", 5.0
-
-    def build(self) -> None:
-        self._viewer = uuid.uuid4().hex
+    def __init__(self, run: Run) -> None:
+        self._run, self._viewer = run, uuid.uuid4().hex
         self._about: dict[str, Any] = {}
         self._scene: dict[str, Any] = {}
         self._opened = ""
@@ -97,10 +87,19 @@ class DreamPage(RunPage):
         self._charts: dict[str, ui.echart] = {}
         self._lock = asyncio.Lock()
         self._drawn = 0.0
-        ui.context.client.on_delete(lambda: run.io_bound(_host.close, self._viewer))
+        ui.context.client.on_delete(lambda: threads.io_bound(_host.close, self._viewer))
         ui.add_body_html(_KEYS_GO_TO_THE_GAME)
         with card("Dream", "what the world model imagines, one action at a time"):
-            self._add_start()
+            with ui.element("div").classes("row-of"):
+                self._checkpoint = ui.select({}, label="checkpoint", on_change=self._open)
+                self._start_from = ui.select({}, label="start from", on_change=self._choose_start)
+                self._observe = ui.number("steps to observe", value=1, min=1, precision=0)
+                self._seed = ui.number("seed", value=0, min=0, precision=0)
+                for field in (self._checkpoint, self._start_from, self._observe, self._seed):
+                    kind = "medium" if isinstance(field, ui.select) else "narrow"
+                    field.props("outlined dense options-dense").classes(kind)
+                _button("Start", self._start).classes("chosen")
+            self._said = ui.label("The run has no checkpoint yet.").classes("muted small")
         with ui.element("div").classes("stack") as self._stage:
             self._add_stage()
         self._stage.visible = False
@@ -108,43 +107,21 @@ class DreamPage(RunPage):
         self._timer = ui.timer(0.1, self._tick, active=False)
         icons = {True: "pause", False: "play_arrow"}
         self._play.bind_icon_from(self._timer, "active", lambda plays: icons[plays])
-        ui.timer(0, self._open, once=True)
-        ui.timer(60.0, lambda: run.io_bound(_host.close_idle))
+        ui.timer(60.0, lambda: threads.io_bound(_host.close_idle))
 
-    def _checkpoints(self) -> dict[str, str]:
-        """Checkpoints of the run and their titles, the newest first."""
-        return {
+    def offer_checkpoints(self) -> None:
+        """Offer the checkpoints that are stored now, the newest first, and the one in memory."""
+        names = {
             row["name"]: f"step {row['step']:,}"
             + ("" if row["score"] is None else f", score {row['score']:.4g}")
             for row in checkpoint_rows(self._run)
             if "step" in row
         }
-
-    def refresh(self) -> None:
-        """Offer the checkpoints that are stored now, and the one in memory."""
-        names, offered = self._checkpoints(), dict(self._checkpoint.options)
+        offered, chosen = dict(self._checkpoint.options), self._checkpoint.value
         names |= {key: offered[key] for key in {self._opened} & offered.keys() - names.keys()}
         if names and names != offered:
-            chosen = self._checkpoint.value
-            self._checkpoint.set_options(
-                names, value=chosen if chosen in names else next(iter(names))
-            )
-
-    def _add_start(self) -> None:
-        with ui.element("div").classes("row-of"):
-            names = self._checkpoints()
-            first = next(iter(names), None)
-            self._checkpoint = ui.select(
-                names, label="checkpoint", value=first, on_change=self._open
-            )
-            self._episode = ui.select({}, label="start from", on_change=self._choose_start)
-            self._observe = ui.number("steps to observe", value=1, min=1, precision=0)
-            self._seed = ui.number("seed", value=0, min=0, precision=0)
-            for field in (self._checkpoint, self._episode, self._observe, self._seed):
-                kind = "medium" if isinstance(field, ui.select) else "narrow"
-                field.props("outlined dense options-dense").classes(kind)
-            _button("Start", self._start).classes("chosen")
-        self._said = ui.label("").classes("muted small")
+            chosen = chosen if chosen in names else next(iter(names))
+            self._checkpoint.set_options(names, value=chosen)
 
     def _add_stage(self) -> None:
         with ui.element("div").classes("stage"):
@@ -224,41 +201,37 @@ class DreamPage(RunPage):
     async def _open(self) -> None:
         """Load the chosen checkpoint, and start."""
         wanted = self._checkpoint.value
-        if wanted is None:
-            self._said.text = "The run has no checkpoint yet."
-        elif wanted not in self._checkpoints():
-            self.refresh()  # the run has removed it
-        elif wanted != self._opened:
-            self._pause()
-            self._opened, self._said.text = wanted, "Loading the world model…"
-            path = self._run.path / "ckpt" / "agent" / wanted
-            about = await self._ask(lambda: _host.open(self._viewer, path, trust=self._run.trust))
-            if about is None:
-                self._opened = ""
-                return
-            self._offer(about)
-            self._say(about["note"])
-            if self._episode.value is None:
-                self._said.text += " The run has no replay to start from."
-            else:
-                await self._start()
+        if wanted in (None, self._opened):
+            return
+        self._pause()
+        self._opened, self._said.text = wanted, "Loading the world model…"
+        path = self._run.path / "ckpt" / "agent" / wanted
+        about = await self._ask(lambda: _host.open(self._viewer, path, trust=self._run.trust))
+        if about is None:
+            self._opened = ""
+            return
+        self._offer(about)
+        self._say(about["note"])
+        if self._start_from.value is None:
+            self._said.text += " The run has no replay to start from."
+        else:
+            await self._start()
 
     def _offer(self, about: dict[str, Any]) -> None:
         """Offer the episodes that are stored now."""
         self._about = about
-        options = {number: _episode_text(each) for number, each in enumerate(about["episodes"])}
-        fresh = {FRESH: "a fresh episode"} if about["real"] else {}
-        self._episode.set_options(fresh | options, value=first_start(about))
+        options = {number: title for number, title, _ in about["starts"]}
+        self._start_from.set_options(options, value=next(iter(options), None))
 
     def _say(self, note: str) -> None:
         task, step = self._about["task"], self._about["step"]
         self._said.text = f"{task}, trained for {step:,} steps. {with_hint(note)}"
 
     def _choose_start(self) -> None:
-        chosen = self._episode.value
+        chosen = self._start_from.value
         self._observe.enabled = chosen != FRESH
-        if chosen not in (None, FRESH):
-            self._observe.value = steps_to_observe(self._about["episodes"][chosen]["length"])
+        observe = {number: steps for number, _, steps in self._about["starts"]}
+        self._observe.value = observe.get(chosen, 1)
 
     async def _start(self) -> None:
         if not self._opened:
@@ -266,12 +239,11 @@ class DreamPage(RunPage):
             return
         self._pause()
         ui.run_javascript("document.activeElement?.blur()")
-        chosen = self._episode.value
-        if chosen is None:
+        if (chosen := self._start_from.value) is None:
             return
         self._said.text = "The dream starts…"
-        episode, observe = (None, 1) if chosen == FRESH else (int(chosen), self._observe.value)
-        scene = await self._call("start", episode, int(observe or 1), int(self._seed.value or 0))
+        observe, seed = int(self._observe.value or 1), int(self._seed.value or 0)
+        scene = await self._call("start", int(chosen), observe, seed)
         if scene is None:
             why = self._said.text
             if self._opened and (about := await self._call("describe")):  # the replay has changed
@@ -432,7 +404,7 @@ class DreamPage(RunPage):
         """The result of a call; on failure None, with the reason on the page."""
         async with self._lock:
             try:
-                return await run.io_bound(call)
+                return await threads.io_bound(call)
             except DreamfleetError as error:
                 self._pause()
                 self._said.text = with_hint(str(error))
@@ -454,12 +426,6 @@ def _set_frame(image: ui.element, png: bytes) -> None:
     image.visible = bool(png)
     if png:
         image.props["src"] = f"data:image/png;base64,{base64.b64encode(png).decode()}"
-
-
-def _episode_text(each: dict[str, Any]) -> str:
-    rest = "" if each["begins"] and each["ends"] else ", a part" if each["ends"] else ", not over"
-    about = f"{each['length']:,} steps, score {each['score']:.4g}{rest}"
-    return f"{about} · environment {each['stream']}"
 
 
 def _truth_text(truth: dict[str, Any]) -> str:

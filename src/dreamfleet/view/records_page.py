@@ -16,8 +16,8 @@ from dreamfleet.checkpoint import Checkpoint, CheckpointError, read_checkpoint
 from dreamfleet.config import RunConfig
 from dreamfleet.presets import PRESETS
 from dreamfleet.view.actions import add_actions, evaluate
-from dreamfleet.view.frame import RunPage, card, search_box, set_rows, table
-from dreamfleet.view.reading import finite, list_inside, read_tail
+from dreamfleet.view.frame import Refresh, card, search_box, set_rows, table
+from dreamfleet.view.reading import list_inside, read_tail
 from dreamfleet.view.runs import Run
 
 _TAIL_BYTES = 1 << 19
@@ -29,37 +29,26 @@ _EVALUATE_CELL = """<q-td :props="props"><q-btn flat dense no-caps color="primar
  @click="() => $parent.$emit('evaluate', props.row.name)"/></q-td>"""
 
 
-class LogsPage(RunPage):
+def build_logs(run: Run) -> Refresh:
     """Log lines of every process, the newest last."""
+    shown: object = None
 
-    path, seconds = "logs", 1.5
-
-    def build(self) -> None:
-        self._shown: object = None
-        with card():
-            with ui.element("div").classes("row-of options"):
-                self._process = ui.select([_ALL], value=_ALL, label="process")
-                self._level = ui.select(["all", *_LEVELS[1:]], value="all", label="level")
-                for choice in (self._process, self._level):
-                    choice.props("outlined dense options-dense").classes("choice")
-                    choice.on_value_change(self.refresh)
-                self._search = search_box("search", self.refresh)
-                self._count = ui.label().classes("muted small")
-            self._text = ui.html().classes("log").props('tabindex="0" aria-label="log"')
-
-    def refresh(self) -> None:
-        names = list_inside(self._run.path, "logs")
-        if self._process.options != [_ALL, *names]:
-            self._process.set_options([_ALL, *names])
-        chosen = [name for name in names if self._process.value in (_ALL, name)]
-        tails = {n: read_tail(self._run.path, "logs", n, max_bytes=_TAIL_BYTES) for n in chosen}
-        level, words = str(self._level.value), (self._search.value or "").lower()
-        shown = ({name: size for name, (_, size) in tails.items()}, level, words)
-        if shown == self._shown:
+    def refresh() -> None:
+        nonlocal shown
+        names = list_inside(run.path, "logs")
+        if process.options != [_ALL, *names]:
+            process.set_options([_ALL, *names])
+        chosen = [name for name in names if process.value in (_ALL, name)]
+        tails = {n: read_tail(run.path, "logs", n, max_bytes=_TAIL_BYTES) for n in chosen}
+        wanted = (tails, str(level.value), (search.value or "").lower())
+        if wanted == shown:
             return
-        self._shown = shown
-        lines = [(at, name, kind, row) for name, (block, _) in tails.items()
-                 for at, kind, row in log_lines(block, level, words)]  # fmt: skip
+        shown = wanted
+        lines = [
+            (at, name, kind, row)
+            for name, block in tails.items()
+            for at, kind, row in log_lines(block, *wanted[1:])
+        ]
         if len(chosen) > 1:  # stable: a traceback stays behind its line
             lines.sort(key=lambda line: line[0])
         rows = [
@@ -69,9 +58,21 @@ class LogsPage(RunPage):
             for _, name, kind, row in lines[-_MAX_LINES:]
         ]
         more = f", the last {_MAX_LINES} are shown" if len(lines) > _MAX_LINES else ""
-        self._count.text = f"{len(lines)} lines{more}"
+        count.text = f"{len(lines)} lines{more}"
         nothing = '<div class="muted">No lines.</div>'
-        self._text.content = f"<div>{''.join(rows) or nothing}</div>"
+        text.content = f"<div>{''.join(rows) or nothing}</div>"
+
+    with card():
+        with ui.element("div").classes("row-of options"):
+            process = ui.select([_ALL], value=_ALL, label="process")
+            level = ui.select(["all", *_LEVELS[1:]], value="all", label="level")
+            for choice in (process, level):
+                choice.props("outlined dense options-dense").classes("choice")
+                choice.on_value_change(refresh)
+            search = search_box("search", refresh)
+            count = ui.label().classes("muted small")
+        text = ui.html().classes("log").props('tabindex="0" aria-label="log"')
+    return refresh
 
 
 def log_lines(block: bytes, least: str, words: str) -> list[tuple[str, str, str]]:
@@ -90,35 +91,33 @@ def log_lines(block: bytes, least: str, words: str) -> list[tuple[str, str, str]
     return found
 
 
-class CheckpointsPage(RunPage):
+def build_checkpoints(run: Run) -> Refresh:
     """Checkpoints with their scores, and evaluations."""
 
-    path = "checkpoints"
-
-    def build(self) -> None:
-        with card("Checkpoints", "the newest two, the best one, and one being evaluated"):
-            add_actions(self._run)
-            labels = {"step": "step", "score": "score", "saved": "saved", "size": "bytes"}
-            labels |= {"name": "file", "note": "", "act": ""}
-            phone = ("step", "score", "saved", "act")
-            self._table = table(labels, phone=phone, numbers=("step", "score", "size"))
-            self._table.add_slot("body-cell-act", _EVALUATE_CELL)
-            self._table.on("evaluate", self._evaluate)
-        with card("Evaluations", "during training, at its end, and on demand"):
-            labels = {"step": "step", "mean": "mean return", "error": "standard error"}
-            numbers = (*labels, "episodes")
-            more = {"episodes": "episodes", "kind": "kind", "note": ""}
-            self._evaluations = table(labels | more, phone=labels, numbers=numbers)
-
-    def refresh(self) -> None:
-        set_rows(self._table, checkpoint_rows(self._run))
-        set_rows(self._evaluations, evaluation_rows(self._run))
-
-    def _evaluate(self, event: events.GenericEventArguments) -> None:
-        names = [row["name"] for row in checkpoint_rows(self._run)]
+    def evaluate_one(event: events.GenericEventArguments) -> None:
+        names = [row["name"] for row in checkpoint_rows(run)]
         if event.args in names:  # a name from a browser is looked up, never opened
-            path = self._run.path / "ckpt" / "agent" / str(event.args)
-            ui.notify(evaluate(self._run, path))
+            ui.notify(evaluate(run, run.path / "ckpt" / "agent" / str(event.args)))
+
+    with card("Checkpoints", "the newest two, the best one, and one being evaluated"):
+        refresh_actions = add_actions(run)
+        labels = {"step": "step", "score": "score", "saved": "saved", "size": "bytes"}
+        labels |= {"name": "file", "note": "", "act": ""}
+        phone = ("step", "score", "saved", "act")
+        checkpoints = table(labels, phone=phone, numbers=("step", "score", "size"))
+        checkpoints.add_slot("body-cell-act", _EVALUATE_CELL)
+        checkpoints.on("evaluate", evaluate_one)
+    with card("Evaluations", "during training, at its end, and on demand"):
+        labels = {"step": "step", "mean": "mean return", "standard_error": "standard error"}
+        more = {"episodes": "episodes", "kind": "kind", "note": ""}
+        evaluations = table(labels | more, phone=labels, numbers=(*labels, "episodes"))
+
+    def refresh() -> None:
+        refresh_actions()
+        set_rows(checkpoints, checkpoint_rows(run))
+        set_rows(evaluations, evaluation_rows(run))
+
+    return refresh
 
 
 def checkpoint_rows(run: Run) -> list[dict[str, Any]]:
@@ -148,32 +147,23 @@ def evaluation_rows(run: Run) -> list[dict[str, Any]]:
     rows = []
     for number, each in enumerate(run.evaluations()):
         row: dict[str, Any] = {"name": str(number), "kind": str(each.get("kind", ""))}
-        keys = {"step": "step", "mean": "mean", "error": "standard_error", "episodes": "episodes"}
-        row |= {name: finite(each.get(key)) for name, key in keys.items()}
+        row |= {name: each[name] for name in ("step", "mean", "standard_error", "episodes")}
         row["note"] = "interrupted" if each.get("partial") else str(each.get("error") or "")
-        rows += [row] if None not in (row["step"], row["mean"]) else []
+        rows.append(row)
     return rows[: -_MAX_EVALUATIONS - 1 : -1]
 
 
-class ConfigurationPage(RunPage):
+def build_configuration(run: Run) -> Refresh:
     """All settings; those that differ from the closest preset come first."""
-
-    path = "configuration"
-
-    def build(self) -> None:
-        config = self._run.config
-        if config is None:
-            with card("The configuration cannot be read"):
-                ui.label(self._run.row.alert).classes("muted")
-            return
-        name = self._run.row.preset.partition(" ")[0]
-        theirs = PRESETS[name].flat() if name in PRESETS else {}
-        with card("Configuration", f"compared with the preset {name}; differences come first"):
-            search = search_box("search names, values and meanings").classes("finder")
-            labels = {"name": "setting", "value": "value", "preset": f"preset {name}"}
-            rows, shown = setting_rows(config, theirs), labels | {"meaning": "meaning"}
-            made = table(shown, phone=labels, rows=rows, search=search)
-            made.classes("settings").props("wrap-cells")
+    name = run.row.preset.partition(" ")[0]
+    theirs = PRESETS[name].flat() if name in PRESETS else {}
+    with card("Configuration", f"compared with the preset {name}; differences come first"):
+        search = search_box("search names, values and meanings").classes("finder")
+        labels = {"name": "setting", "value": "value", "preset": f"preset {name}"}
+        settings = table(labels | {"meaning": "meaning"}, phone=labels, search=search)
+        settings.classes("settings").props("wrap-cells")
+    # The banner says why a configuration cannot be read.
+    return lambda: set_rows(settings, setting_rows(run.config, theirs) if run.config else [])
 
 
 def setting_rows(config: RunConfig, preset: Mapping[str, Any]) -> list[dict[str, Any]]:
