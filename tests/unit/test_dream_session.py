@@ -48,14 +48,14 @@ def pixels(png: bytes) -> np.ndarray:
 
 
 def act(session: Session, action: int) -> Any:
-    return session.step("you", {"action": [action]})
+    return session.step("you", [action])
 
 
 def test_the_same_actions_beside_the_dream(session: Session) -> None:
     about = session.describe()
     starts = [(number, title.partition(" steps")[0]) for number, title, _ in about["starts"]]
     assert starts == [(FRESH, "a fresh episode"), (1, "15"), (2, "15"), (0, "10")]
-    assert about["actions"][0]["choices"] == [3]
+    assert about["controls"] == [{"name": "action", "low": 0, "high": 3, "choices": 3}]
     scene = session.start(1, 6, 0)
     assert scene["names"] == ["left", "stay", "right"]
     stored = loaded_episode(session).read()
@@ -206,12 +206,12 @@ def test_viewers_share_one_worker_up_to_a_number(run: Path) -> None:
             host.open("c", run)
         for name in "ab":
             host.call(name, "start", 1, 6, 0)
-        first = host.call("a", "step", "you", {"action": [0]})
-        host.call("a", "step", "you", {"action": [0]})
+        first = host.call("a", "step", "you", [0])
+        host.call("a", "step", "you", [0])
         assert host.call("b", "show")["number"] == 0
-        assert host.call("b", "step", "you", {"action": [0]})["frame"] == first["frame"]
+        assert host.call("b", "step", "you", [0])["frame"] == first["frame"]
         with pytest.raises(DreamfleetError, match="outside of its space"):
-            host.call("b", "step", "you", {"action": [7]})
+            host.call("b", "step", "you", [7])
         with pytest.raises(DreamfleetError, match="no method 'close'"):  # none for pages
             host.call("b", "close")
         assert host.open("b", run)["step"] == 70  # replaces its own dream

@@ -5,7 +5,7 @@ A page gets dicts of numbers, text and PNG bytes, so that its server does not co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal
 
@@ -74,16 +74,14 @@ class Session:
             "step": dream.trained_steps,
             "note": self._note,
             "starts": self._starts(),
-            "actions": [
-                {
-                    "name": name,
-                    "discrete": space.discrete,
-                    "size": int(np.prod(space.shape)),
-                    "choices": [int(n) for n in np.ravel(space.classes)] if space.discrete else [],
-                    "low": np.ravel(space.low).tolist(),
-                    "high": np.ravel(space.high).tolist(),
-                }
-                for name, space in dream.act_space.items()
+            # A number of an action each: choices, or a range.
+            "controls": [
+                {"name": f"{key} {n}" if space.shape else key, "low": low, "high": high}
+                | {"choices": int(np.ravel(space.classes)[n]) if space.discrete else 0}
+                for key, space in dream.act_space.items()
+                for n, (low, high) in enumerate(
+                    zip(np.ravel(space.low).tolist(), np.ravel(space.high).tolist(), strict=True)
+                )
             ],
         }
 
@@ -127,13 +125,13 @@ class Session:
             self._let_follow(lambda: real.follow(chosen, observe))
         return self.show()
 
-    def step(self, who: Who, action: Mapping[str, Any] | None = None) -> Plain:
-        """Imagine a step. After going back, the same action goes forward again, and another one
-        starts a new branch."""
-        self._advance(who, action)
+    def step(self, who: Who, numbers: Sequence[float] = ()) -> Plain:
+        """Imagine a step; `numbers` is your action. After going back, the same action goes forward
+        again, and another one starts a new branch."""
+        self._advance(who, numbers)
         return self.show()
 
-    def _advance(self, who: Who, action: Mapping[str, Any] | None = None) -> None:
+    def _advance(self, who: Who, numbers: Sequence[float] = ()) -> None:
         dream = self.dream
         number, following = dream.now.number, dream.following
         if number >= MAX_STEPS:
@@ -146,7 +144,7 @@ class Session:
         if who == "recorded":
             chosen = self._recorded_action(number)
         elif who == "you":
-            chosen = dream.checked_action(_arrays(dream, action or {}))
+            chosen = dream.checked_action(_arrays(dream, numbers))
         else:
             chosen = dream.act()
         if following and _equal(following.action, chosen):
@@ -288,13 +286,13 @@ class Session:
         return [each.action for each in line if each.action and each.number <= now.number]
 
 
-def _arrays(dream: Dream, action: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists of numbers from a page, in the shapes of an action."""
-    return {
-        key: np.asarray(value, space.dtype).reshape(space.shape)
-        for key, space in dream.act_space.items()
-        if (value := action.get(key)) is not None
-    }
+def _arrays(dream: Dream, numbers: Sequence[float]) -> dict[str, Any]:
+    """The numbers of all controls as an action."""
+    spaces = dream.act_space.values()
+    ends = np.cumsum([np.prod(space.shape, dtype=int) for space in spaces])
+    parts = np.split(np.asarray(numbers, np.float64), ends[:-1])
+    shaped = (p.astype(s.dtype).reshape(s.shape) for p, s in zip(parts, spaces, strict=True))
+    return dict(zip(dream.act_space, shaped, strict=True))
 
 
 def _png(image: NDArray[np.uint8] | None) -> bytes:

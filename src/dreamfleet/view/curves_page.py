@@ -91,7 +91,7 @@ class CurvesPage:
     """One viewer's page, of all runs or of one run that may be compared with others."""
 
     def __init__(self, runs: Runs, query: Any, run: Run | None) -> None:
-        self._runs, self._run = runs, run
+        self._runs = runs
         self._charts: dict[str, ui.echart] = {}
         self._drawn: object = None
         self._metrics: list[str] = query.getlist("metric")[:_MAX_METRICS] or [SCORE]
@@ -174,8 +174,6 @@ class CurvesPage:
         """Read what the page shows."""
         metrics = bool(self._chooser.value) or not set(self._metrics) <= {SCORE, EVALUATION}
         self._runs.update(*self._chosen, metrics=metrics)
-        if self._run is not None:
-            self._runs.update(self._run, metrics=metrics, live=True)
 
     def refresh(self) -> None:
         """Show what has changed."""
@@ -254,7 +252,7 @@ class CurvesPage:
 
 
 def _fold(title: str, *, is_open: bool) -> ui.expansion:
-    return ui.expansion(title, value=is_open).classes("card closed")
+    return ui.expansion(title, value=is_open).classes("card fold")
 
 
 _explain = lru_cache(4096)(explain)
@@ -271,6 +269,8 @@ def meaning(metric: str) -> str:
 def _metric_row(name: str, run: Run) -> dict[str, Any]:
     """A row of the table of metrics, with the newest value of a run."""
     value = run.row.score if name == SCORE else run.newest(name)
+    if name == EVALUATION and (means := run.points(EVALUATION)) is not None:
+        value = float(means[-1, 1])
     shown = "not finite" if name in run.metrics.newest else ""
     shown = shown if value is None else readable(float(f"{value:.4g}"))
     entry = _explain(name)

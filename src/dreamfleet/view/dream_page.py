@@ -80,9 +80,10 @@ class DreamPage:
         self._about: dict[str, Any] = {}
         self._scene: dict[str, Any] = {}
         self._opened = ""
-        self._action: dict[str, list[float]] = {}
+        self._values: list[float] = []  # your action, a number for each control
+        self._keyed, self._lowest = 0, 0.0  # the first control with choices, and its first choice
         self._keys: dict[str, int] = {}
-        self._buttons: list[ui.button] = []  # of the first discrete action
+        self._buttons: list[ui.button] = []
         self._sliders: list[ui.slider] = []
         self._charts: dict[str, ui.echart] = {}
         self._lock = asyncio.Lock()
@@ -160,41 +161,34 @@ class DreamPage:
         """Buttons and sliders for the actions of the task."""
         self._acts.clear()
         self._buttons, self._sliders, self._keys = [], [], {}
-        spaces: list[dict[str, Any]] = self._about["actions"]
-        single = len(spaces) == 1 and spaces[0]["discrete"] and spaces[0]["size"] == 1
-        self._action = {
-            each["name"]: [max(0.0, low) if each["discrete"] else 0.0 for low in each["low"]]
-            for each in spaces
-        }
+        controls: list[dict[str, Any]] = self._about["controls"]
+        self._values = [max(0.0, each["low"]) if each["choices"] else 0.0 for each in controls]
         with self._acts:
-            for space in spaces:
-                for index in range(min(space["size"], _MAX_CONTROLS)):
-                    self._add_action(space, index, self._scene["names"] if single else [])
+            for number, control in enumerate(controls[:_MAX_CONTROLS]):
+                with ui.element("div").classes(
+                    "act-choices" if control["choices"] else "act-slider"
+                ):
+                    if len(controls) > 1 or not control["choices"]:
+                        ui.label(control["name"]).classes("muted small")
+                    self._add_control(number, **control)
 
-    def _add_action(self, space: dict[str, Any], index: int, names: Sequence[str]) -> None:
-        key, low = space["name"], space["low"][index]
-        label = key if space["size"] == 1 else f"{key} {index}"
-        if not space["discrete"]:
-            with ui.element("div").classes("act-slider"):
-                ui.label(label).classes("muted small")
-                high = min(space["high"][index], 1e6)
-                slider = ui.slider(min=max(low, -1e6), max=high, step=0.01, value=0).props("label")
-                slider.on_value_change(lambda event: self._set(key, index, float(event.value)))
-                self._sliders.append(slider)
+    def _add_control(self, number: int, name: str, low: float, high: float, choices: int) -> None:
+        del name
+        if not choices:
+            slider = ui.slider(min=max(low, -1e6), max=min(high, 1e6), step=0.01, value=0)
+            slider.props("label").on_value_change(lambda event: self._set(number, event.value))
+            self._sliders.append(slider)
             return
-        count, has_keys = space["choices"][index], not self._keys
-        self._keys = self._keys or keys_of(names, count)
-        shown = {choice: _SIGNS.get(name, name) for name, choice in self._keys.items()}
-        buttons = []
-        with ui.element("div").classes("act-choices"):
-            if len(self._action) > 1 or space["size"] > 1:
-                ui.label(label).classes("muted small")
-            for choice in range(min(count, _MAX_CHOICES)):
-                name = names[choice] if choice < len(names) else str(choice)
-                with _button(name, partial(self._choose, key, index, choice + low)) as button:
-                    ui.label(shown.get(choice, "") if has_keys else "").classes("muted small")
-                buttons.append(button)
-        self._buttons = self._buttons or buttons
+        names = self._scene["names"] if len(self._values) == 1 else []
+        buttons, keys = [], keys_of(names, choices) if not self._keys else {}
+        shown = {choice: _SIGNS.get(key, key) for key, choice in keys.items()}
+        for choice in range(min(choices, _MAX_CHOICES)):
+            text = names[choice] if choice < len(names) else str(choice)
+            with _button(text, partial(self._choose, number, choice + low)) as button:
+                ui.label(shown.get(choice, "")).classes("muted small")
+            buttons.append(button)
+        if keys:
+            self._keys, self._buttons, self._keyed, self._lowest = keys, buttons, number, low
 
     # --- starting --------------------------------------------------------------------------------
 
@@ -252,14 +246,14 @@ class DreamPage:
             return
         self._say(scene["note"])
         before, self._scene = self._scene.get("names"), scene
-        if before != scene["names"] or not self._action:
+        if before != scene["names"] or not self._values:
             self._add_actions()
         self._show(scene, draw=True)
 
     # --- playing ---------------------------------------------------------------------------------
 
     async def _step(self) -> None:
-        await self._do("step", self._who.value, self._action)
+        await self._do("step", self._who.value, self._values)
 
     async def _move(self, method: str, *args: Any) -> None:
         self._pause()
@@ -276,15 +270,15 @@ class DreamPage:
         if self._scene and (scene := await self._call(method, *args)) is not None:
             self._show(scene, draw=method != "step" or not self._timer.active)
 
-    async def _choose(self, key: str, index: int, value: float) -> None:
+    async def _choose(self, number: int, value: float) -> None:
         """Choose an action; a paused dream takes one step."""
-        self._set(key, index, value)
+        self._set(number, value)
         self._who.value = "you"
         if not self._timer.active:
             await self._step()
 
-    def _set(self, key: str, index: int, value: float) -> None:
-        self._action[key] = [*self._action[key][:index], value, *self._action[key][index + 1 :]]
+    def _set(self, number: int, value: float) -> None:
+        self._values[number] = float(value)
         self._mark_actions()
 
     def _change_speed(self) -> None:
@@ -325,8 +319,7 @@ class DreamPage:
         elif key == "Backspace":
             await self._rewind(1)
         elif key in self._keys:
-            space = self._first_discrete
-            await self._choose(space["name"], 0, self._keys[key] + space["low"][0])
+            await self._choose(self._keyed, self._keys[key] + self._lowest)
 
     async def _push(self, key: str, *, pressed: bool) -> None:
         """Move a slider to its end while an arrow is held: left and right the first slider, up and
@@ -365,19 +358,12 @@ class DreamPage:
         if draw or time.monotonic() - self._drawn > _DRAW_SECONDS:
             self._draw(scene["curves"])
 
-    @property
-    def _first_discrete(self) -> dict[str, Any]:
-        return next(each for each in self._about["actions"] if each["discrete"])
-
     def _mark_actions(self) -> None:
         """Mark the chosen action, and those that the world model predicts to be masked."""
-        if not self._buttons:
-            return
-        space = self._first_discrete
-        chosen = int(self._action[space["name"]][0] - space["low"][0])
         allowed = self._scene.get("allowed") or [True] * len(self._buttons)
         for number, button in enumerate(self._buttons):
-            marks = {"chosen": number == chosen, "forbidden": not allowed[number]}
+            chosen = number == self._values[self._keyed] - self._lowest
+            marks = {"chosen": chosen, "forbidden": not allowed[number]}
             add, remove = (" ".join(m for m in marks if marks[m] == on) for on in (True, False))
             button.classes(add, remove=remove)
 

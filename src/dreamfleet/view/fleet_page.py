@@ -57,6 +57,8 @@ def build_fleet(run: Run) -> Refresh:
         sentence.text, usage.text = bottleneck(run, status), usage_text(status)
         rows, failed = process_rows(status, run.recently_failed), failure_rows(status.events)
         set_rows(processes, rows)
+        for part in (place, processes):
+            part.set_visibility(bool(rows))
         set_rows(failures, failed[:_MAX_FAILURES])
         many = "1 failure" if len(failed) == 1 else f"{len(failed):,} failures"
         count.text = many if failed else "No process has failed."

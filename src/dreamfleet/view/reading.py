@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -162,7 +162,8 @@ class MetricsFile:
         block = self._tail.block(MAX_READ_BYTES)
         if self._tail.replaced:
             self._clear()
-        added: dict[str, list[tuple[float, float]]] = {}
+        added: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        names, newest = self._names, self.newest  # a row takes microseconds, and there are many
         for row in decode_rows(block):
             if any(finite(row.get(name)) is None for name in self._needed):
                 continue
@@ -170,21 +171,19 @@ class MetricsFile:
             step = self.step = float(row["step"])
             self.recent.append(float(row[self._needed[-1]]))
             for name, value in row.items():
-                if not self._keeps(name):
+                if name not in names and not self._keeps(name):
                     continue
                 if isinstance(value, str):
                     self.texts[name] = value[:_MAX_TEXT]
                 elif value is None or isinstance(value, (int, float)):
-                    number = self.newest[name] = finite(value)
+                    number = newest[name] = finite(value)
                     if number is not None:
-                        added.setdefault(name, []).append((step, number))
+                        added[name].append((step, number))
         for name, pairs in added.items():
             self.columns.setdefault(name, Column()).extend(pairs)
 
     def _keeps(self, name: str) -> bool:
-        """Bound names, so that a run cannot fill the memory with new ones."""
-        if name in self._names:
-            return True
+        """Bound new names, so that a run cannot fill the memory."""
         if name == "step" or len(name) > _MAX_NAME or len(self._names) >= _MAX_METRICS:
             return False
         self._names.add(name)
@@ -219,6 +218,8 @@ def training_hours(time: Floats, step: Floats) -> Floats:
 
 def finite(value: Any) -> float | None:
     """A finite number; None for everything else."""
+    if type(value) is float:
+        return value if math.isfinite(value) else None
     if not isinstance(value, (int, float)):
         return None
     try:

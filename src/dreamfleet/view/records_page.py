@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -18,77 +17,59 @@ from dreamfleet.presets import PRESETS
 from dreamfleet.view.actions import add_actions, evaluate
 from dreamfleet.view.frame import Refresh, card, search_box, set_rows, table
 from dreamfleet.view.reading import list_inside, read_tail
-from dreamfleet.view.runs import Run
+from dreamfleet.view.runs import Run, changed_at
 
 _TAIL_BYTES = 1 << 19
-_MAX_LINES, _MAX_LINE, _MAX_EVALUATIONS = 400, 2000, 500
-_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-_LEVEL = re.compile(rf"^\S+ \S+ ({'|'.join(_LEVELS)}) ")
-_ALL = "every process"
+_MAX_ROWS, _MAX_TEXT, _MAX_EVALUATIONS = 1000, 4000, 500
+_QUIET, _TIME = ("", "DEBUG", "INFO"), "%Y-%m-%d %H:%M:%S"
+_LINE = re.compile(r"^(\S+ \S+) (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
 _EVALUATE_CELL = """<q-td :props="props"><q-btn flat dense no-caps color="primary" label="Evaluate"
  @click="() => $parent.$emit('evaluate', props.row.name)"/></q-td>"""
 
 
 def build_logs(run: Run) -> Refresh:
-    """Log lines of every process, the newest last."""
-    shown: object = None
+    """Log records of every process, the newest first."""
+    with card("Logs", "newest first"):
+        with ui.element("div").classes("row-of finder"):
+            search = search_box("filter: process, level, words")
+            errors = ui.switch("warnings and errors", on_change=lambda: refresh()).props("dense")
+            count = ui.label().classes("muted small")
+        labels = {"time": "time", "process": "process", "state": "level", "text": "message"}
+        shown = table(labels, phone=("process", "text"), key="key", search=search)
+        shown.classes("log").props("wrap-cells")
 
     def refresh() -> None:
-        nonlocal shown
-        names = list_inside(run.path, "logs")
-        if process.options != [_ALL, *names]:
-            process.set_options([_ALL, *names])
-        chosen = [name for name in names if process.value in (_ALL, name)]
-        tails = {n: read_tail(run.path, "logs", n, max_bytes=_TAIL_BYTES) for n in chosen}
-        wanted = (tails, str(level.value), (search.value or "").lower())
-        if wanted == shown:
-            return
-        shown = wanted
-        lines = [
-            (at, name, kind, row)
-            for name, block in tails.items()
-            for at, kind, row in log_lines(block, *wanted[1:])
-        ]
-        if len(chosen) > 1:  # stable: a traceback stays behind its line
-            lines.sort(key=lambda line: line[0])
-        rows = [
-            f'<div class="{kind.lower()}">'
-            + (f"<b>{escape(name.removesuffix('.log'))}</b> " if len(chosen) > 1 else "")
-            + f"{escape(row)}</div>"
-            for _, name, kind, row in lines[-_MAX_LINES:]
-        ]
-        more = f", the last {_MAX_LINES} are shown" if len(lines) > _MAX_LINES else ""
-        count.text = f"{len(lines)} lines{more}"
-        nothing = '<div class="muted">No lines.</div>'
-        text.content = f"<div>{''.join(rows) or nothing}</div>"
+        rows = []
+        for name in list_inside(run.path, "logs"):
+            block = read_tail(run.path, "logs", name, max_bytes=_TAIL_BYTES)
+            changed = time.localtime(changed_at(run.path / "logs" / name) / 1e9)
+            rows += log_rows(name.removesuffix(".log"), block, time.strftime(_TIME, changed))
+        rows = [row for row in rows if row["state"] not in _QUIET or not errors.value]
+        rows.sort(key=lambda row: row["time"])
+        rows.reverse()
+        more = f", the last {_MAX_ROWS:,} are shown" if len(rows) > _MAX_ROWS else ""
+        count.text = f"{len(rows):,} records{more}"
+        set_rows(shown, rows[:_MAX_ROWS])
 
-    with card():
-        with ui.element("div").classes("row-of options"):
-            process = ui.select([_ALL], value=_ALL, label="process")
-            level = ui.select(["all", *_LEVELS[1:]], value="all", label="level")
-            for choice in (process, level):
-                choice.props("outlined dense options-dense").classes("choice")
-                choice.on_value_change(refresh)
-            search = search_box("search", refresh)
-            count = ui.label().classes("muted small")
-        text = ui.html().classes("log").props('tabindex="0" aria-label="log"')
     return refresh
 
 
-def log_lines(block: bytes, least: str, words: str) -> list[tuple[str, str, str]]:
-    """Time, level and text of lines. A traceback takes the time and level of the line before it,
-    or is an error."""
-    at, level, found = "", "ERROR", []
-    for row in block.decode(errors="replace").splitlines():
-        if match := _LEVEL.match(row):
-            level, at = match[1], row[:23]
-        elif row.startswith(("Traceback", "Fatal Python error")):
+def log_rows(process: str, block: bytes, at: str) -> list[dict[str, Any]]:
+    """Records of a log as rows of a table. Lines without a level belong to the record before them,
+    as a traceback does; if there is none, they have this time."""
+    rows: list[dict[str, Any]] = []
+    level = ""
+    for line in block.decode(errors="replace").splitlines():
+        if match := _LINE.match(line):
+            at, level, line = match.groups()
+        elif line.startswith(("Traceback", "Fatal Python error")):
             level = "ERROR"
-        if least != "all" and _LEVELS.index(level) < _LEVELS.index(least):
-            continue
-        if words in row.lower():
-            found.append((at, level, row[:_MAX_LINE]))
-    return found
+        if rows and level and not match:
+            rows[-1] |= {"state": level, "text": f"{rows[-1]['text']}\n{line}"[:_MAX_TEXT]}
+        else:
+            about = {"key": f"{process}-{len(rows)}", "process": process, "time": at}
+            rows.append({**about, "state": level, "text": line[:_MAX_TEXT]})
+    return rows
 
 
 def build_checkpoints(run: Run) -> Refresh:

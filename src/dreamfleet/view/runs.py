@@ -125,7 +125,7 @@ class Run:
     def refresh(self) -> None:
         """Read what has changed in its files."""
         files = (CONFIG_FILE, FILE_NAME, "scores.jsonl", "metrics.jsonl", ANNOTATIONS_FILE)
-        written = tuple(_written(self.path / name) for name in files)
+        written = tuple(changed_at(self.path / name) for name in files)
         self.read(metrics=False)
         before, self._signature = self._signature, (*written, self.scores.rows)
         if self._signature == before and not self._row.running:
@@ -237,7 +237,7 @@ class Run:
     @property
     def version(self) -> tuple[int, ...]:
         """Changes when the points of a metric may have changed."""
-        return self.scores.rows, self.metrics.rows, _written(self.path / EVALUATIONS_FILE)
+        return self.scores.rows, self.metrics.rows, changed_at(self.path / EVALUATIONS_FILE)
 
     def newest(self, metric: str) -> float | None:
         """The newest value: what the logger reports, or else what the file holds."""
@@ -333,7 +333,7 @@ def _find(root: Path) -> Iterator[tuple[str, Path]]:
         inner[:] = [name for name in inner if not name.startswith(".")]
 
 
-def _written(path: Path) -> int:
+def changed_at(path: Path) -> int:
     """When a file was last changed, in nanoseconds; 0 if there is none."""
     try:
         return path.lstat().st_mtime_ns

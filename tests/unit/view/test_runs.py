@@ -19,6 +19,7 @@ from dreamfleet.fleet.record import Event, FleetRecord, WorkerStatus, write_reco
 from dreamfleet.presets import PRESETS
 from dreamfleet.view import reading
 from dreamfleet.view import runs as runs_module
+from dreamfleet.view.records_page import log_rows
 from dreamfleet.view.runs import EVALUATION, Annotations, Row, Run, Runs, closest_preset
 
 
@@ -329,3 +330,16 @@ def test_a_run_is_near_its_preset(name: str) -> None:
     other = closest_preset(replace(config, seed=5, task="gym:Pendulum-v1"))
     assert runs_module._settings(PRESETS[other]) == alike
     assert closest_preset(replace(config, batch_size=77, train_ratio=1.5)) == f"{found} +2"
+
+
+def test_a_traceback_belongs_to_its_record() -> None:
+    lines = b"2026-01-01 00:00:01,000 INFO x: started\n2026-01-01 00:00:02,000 WARNING x: odd\n"
+    lines += b"more\n"
+    rows = log_rows("agent", lines + b"Traceback (most recent call last):\n  here\n", "later")
+    assert [(row["time"][17:19], row["state"], row["text"]) for row in rows] == [
+        ("01", "INFO", "x: started"),
+        ("02", "ERROR", "x: odd\nmore\nTraceback (most recent call last):\n  here"),
+    ]
+    plain = log_rows("resume", b"Resuming\nTraceback:\n  there\n", "later")
+    assert [(row["time"], row["state"]) for row in plain] == [("later", "ERROR")]
+    assert [row["text"] for row in log_rows("resume", b"one\ntwo\n", "later")] == ["one", "two"]
