@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -27,7 +27,13 @@ from dreamfleet.errors import ConfigError, MetricsError, import_extra
 from dreamfleet.files import atomic_write
 from dreamfleet.formatting import readable
 from dreamfleet.metrics.outputs.jsonl import read_jsonl
-from dreamfleet.statistics import Estimate, aggregate, normalised, probability_of_improvement
+from dreamfleet.statistics import (
+    Estimate,
+    aggregate,
+    mean_interval,
+    normalised,
+    probability_of_improvement,
+)
 
 Floats = NDArray[np.float64]
 
@@ -92,17 +98,23 @@ def read_evaluations(logdir: Path, frames_per_step: int = 1) -> Scores:
     path = logdir / "evaluations.jsonl"
     if not path.is_file():
         raise MetricsError(f"{logdir} holds no evaluations: there is no {path}.")
-    # Of several at one step (one that was interrupted, one that the user asked for) the one with
-    # the most episodes counts, and the last of equal ones.
+    table = evaluation_means(read_jsonl(path))
+    if not len(table):
+        raise MetricsError(f"{path} is empty: no evaluation has ended yet.")
+    return Scores(table[:, 0] * frames_per_step, table[:, 1])
+
+
+def evaluation_means(rows: Iterable[Mapping[str, Any]]) -> Floats:
+    """Steps and means of evaluations, in two columns. Of several at one step (one that was
+    interrupted, one that the user asked for) the one with the most episodes counts, and the last of
+    equal ones."""
     found: dict[float, tuple[int, float]] = {}
-    for row in read_jsonl(path):
-        step, episodes = row["step"], row.get("episodes", 0)
+    for row in rows:
+        step, episodes = row["step"], row.get("episodes") or 0
         if row.get("mean") is not None and episodes >= found.get(step, (0,))[0]:
             found[step] = episodes, row["mean"]
-    if not found:
-        raise MetricsError(f"{path} is empty: no evaluation has ended yet.")
-    table = np.array([(step, found[step][1]) for step in sorted(found)], np.float64)
-    return Scores(table[:, 0] * frames_per_step, table[:, 1])
+    table = [(step, found[step][1]) for step in sorted(found)]
+    return np.array(table, np.float64).reshape(-1, 2)
 
 
 def bin_width(longest: float, most: int = 50) -> float:
@@ -113,8 +125,9 @@ def bin_width(longest: float, most: int = 50) -> float:
     return next(width for f in (1, 2, 5, 10) if (width := f * power) >= least * (1 - 1e-9))
 
 
-def combine(runs: Sequence[Scores], width: float) -> Curve:
-    """One curve of several runs, with a point at the end of each bin of this width.
+def combine(runs: Sequence[Scores], width: float, *, interval: bool = False) -> Curve:
+    """One curve of several runs, with a point at the end of each bin of this width. With `interval`
+    its range is the 95 % interval of the mean; a point of one run has none.
 
     In each bin a run is the mean of its episodes there. A bin in which none ended (episodes may be
     longer) holds the value of the bin before; before its first and after its last episode a run
@@ -129,6 +142,12 @@ def combine(runs: Sequence[Scores], width: float) -> Curve:
     table, ends, there = table[:, some], ends[some], there[:, some]
     mean = np.where(there, table, 0).sum(0) / there.sum(0)
     low, high = np.nanmin(table, 0), np.nanmax(table, 0)
+    if interval:
+        found = [
+            mean_interval(column[known]) for column, known in zip(table.T, there.T, strict=True)
+        ]
+        edges = np.array([(each.low, each.high) for each in found]).T
+        low, high = np.where(np.isnan(edges), mean, edges)
     return Curve(np.minimum(ends, last), mean, low, high, there.sum(0), len(runs))
 
 
@@ -272,7 +291,7 @@ def action_repeat(config: RunConfig) -> int:
     return _REPEATS.get(config.task.partition(":")[0], 1) if given is None else int(given)
 
 
-def panels_of(runs: Sequence[PlottedRun], bins: int) -> list[Panel]:
+def panels_of(runs: Sequence[PlottedRun], bins: int, *, interval: bool = False) -> list[Panel]:
     """A panel for each task of runs that were read."""
     panels = []
     for task in dict.fromkeys(run.config.task for run in runs):
@@ -282,10 +301,10 @@ def panels_of(runs: Sequence[PlottedRun], bins: int) -> list[Panel]:
         for run in mine:
             groups.setdefault(json.dumps(run.setting, sort_keys=True), []).append(run)
         different = differing([group[0].setting for group in groups.values()])
-        made = [
-            Group(_label(group[0], different), group, combine([r.scores for r in group], width))
-            for group in groups.values()
-        ]
+        made = []
+        for group in groups.values():
+            curve = combine([run.scores for run in group], width, interval=interval)
+            made.append(Group(_label(group[0], different), group, curve))
         published = published_curve(task, mine[0].config.env_options)
         panels.append(Panel(task, made, published))
     return panels

@@ -499,6 +499,6 @@ def a_run_is_saved_stopped_and_resumed(page: Any, folder: Path) -> None:
     assert record.state == "ended"
     # Its environment is not part of the package, and the server does not trust it.
     page.get_by_role("button", name="Resume").click()
-    page.wait_for_selector(".jobs:has-text('resuming failed'):has-text('not part of Dreamfleet')")
+    page.wait_for_selector(".jobs:has-text('resume · failed'):has-text('not part of Dreamfleet')")
     follow(page, "Logs")
     page.wait_for_selector("main :text('not part of Dreamfleet')")

@@ -301,7 +301,7 @@ def test_reality_goes_where_the_dream_started(loaded: Dream) -> None:
         now = real.step({"action": stored["action"][number - 1]})
         np.testing.assert_array_equal(now.obs["image"], stored["image"][number])
         assert now.number == number - 5
-    back = real.repeat([{"action": stored["action"][5]}])
+    back = real.go([{"action": stored["action"][5]}])
     np.testing.assert_array_equal(back.obs["image"], stored["image"][6])
     assert back.number == 1
     assert real.action_names == ("left", "stay", "right")
@@ -310,7 +310,7 @@ def test_reality_goes_where_the_dream_started(loaded: Dream) -> None:
         now = real.step(stay)
     assert now.number == len(stored["image"]) - 6
     assert real.step(stay) is now  # nothing happens any more
-    again = real.repeat([stay] * 20)
+    again = real.go([stay] * 20)
     assert (again.number, again.last, again.frame is None) == (now.number, True, False)
     real.close()
 
@@ -410,7 +410,7 @@ def test_an_environment_with_a_will_of_its_own(loaded: Dream) -> None:
     real.fresh()
     real.step({"action": np.array(0)})
     with pytest.raises(RealityError, match="does not repeat itself"):
-        real.repeat([])
+        real.go([])
     real.fresh()
     with pytest.raises(RealityError, match="RuntimeError: I do not want to"):
         real.step({"action": np.array(1)})

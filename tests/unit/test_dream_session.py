@@ -18,8 +18,8 @@ from dream_parts import small_run
 from PIL import Image
 
 from dreamfleet import Dream, DreamfleetError
-from dreamfleet.dream.host import DreamClosedError, DreamHost
-from dreamfleet.dream.session import MAX_BRANCHES, Session
+from dreamfleet.dream.session import FRESH, MAX_BRANCHES, Session
+from dreamfleet.view.dream_host import DreamClosedError, DreamHost
 
 DEADLINE = 120
 
@@ -48,13 +48,14 @@ def pixels(png: bytes) -> np.ndarray:
 
 
 def act(session: Session, action: int) -> Any:
-    return session.step("you", {"action": [action]})
+    return session.step("you", [action])
 
 
 def test_the_same_actions_beside_the_dream(session: Session) -> None:
     about = session.describe()
-    assert [each["length"] for each in about["episodes"]] == [10, 15, 15]
-    assert about["actions"][0]["choices"] == [3]
+    starts = [(number, title.partition(" steps")[0]) for number, title, _ in about["starts"]]
+    assert starts == [(FRESH, "a fresh episode"), (1, "15"), (2, "15"), (0, "10")]
+    assert about["controls"] == [{"name": "action", "low": 0, "high": 3, "choices": 3}]
     scene = session.start(1, 6, 0)
     assert scene["names"] == ["left", "stay", "right"]
     stored = loaded_episode(session).read()
@@ -109,10 +110,10 @@ def test_without_an_environment_the_recording_is_the_truth(loaded: Dream) -> Non
     dream.blueprint = replace(loaded.blueprint, config=config)
     session = Session(dream)
     about = session.describe()
-    assert not about["real"]
+    assert [number for number, *_ in about["starts"]] == [1, 2, 0]
     assert "not part of Dreamfleet" in about["note"]
     with pytest.raises(DreamfleetError, match="no environment for a fresh episode"):
-        session.start(None, 1, 0)
+        session.start(FRESH, 1, 0)
     session.start(1, 13, 0)
     stored = dream.episodes()[1].read()
     scene = session.step("recorded")
@@ -144,7 +145,7 @@ def test_nothing_is_compared_once_the_real_episode_has_ended(session: Session) -
 
 
 def test_a_dream_that_is_over_does_not_go_on(session: Session) -> None:
-    session.start(None, 1, 0)
+    session.start(FRESH, 1, 0)
     scene = act(session, 1)
     assert not scene["over"]
     now = session.dream.now
@@ -168,8 +169,8 @@ def test_an_environment_of_ones_own_is_made_with_trust(
     config = replace(loaded.blueprint.config, task="own_catch:make")
     dream.blueprint = replace(loaded.blueprint, config=config)
     session = Session(dream, trust=True)
-    assert session.describe()["real"]
-    assert session.start(None, 1, 0)["truth"]["source"] == "environment"
+    assert session.describe()["starts"][0][0] == FRESH
+    assert session.start(FRESH, 1, 0)["truth"]["source"] == "environment"
     assert session.step("policy")["truth"]["source"] == "environment"
     session.close()
     config = replace(config, task="__main__:Catch")
@@ -203,12 +204,12 @@ def test_viewers_share_one_worker_up_to_a_number(run: Path) -> None:
             host.open("c", run)
         for name in "ab":
             host.call(name, "start", 1, 6, 0)
-        first = host.call("a", "step", "you", {"action": [0]})
-        host.call("a", "step", "you", {"action": [0]})
+        first = host.call("a", "step", "you", [0])
+        host.call("a", "step", "you", [0])
         assert host.call("b", "show")["number"] == 0
-        assert host.call("b", "step", "you", {"action": [0]})["frame"] == first["frame"]
+        assert host.call("b", "step", "you", [0])["frame"] == first["frame"]
         with pytest.raises(DreamfleetError, match="outside of its space"):
-            host.call("b", "step", "you", {"action": [7]})
+            host.call("b", "step", "you", [7])
         with pytest.raises(DreamfleetError, match="no method 'close'"):  # none for pages
             host.call("b", "close")
         assert host.open("b", run)["step"] == 70  # replaces its own dream
@@ -247,7 +248,7 @@ def test_the_worker_ends_with_the_last_dream_and_its_folder_with_the_server(run:
 SERVER = """
 import sys, tempfile
 from pathlib import Path
-from dreamfleet.dream.host import DreamHost
+from dreamfleet.view.dream_host import DreamHost
 
 tempfile.tempdir = sys.argv[2]
 host = DreamHost()

@@ -15,7 +15,7 @@ from dreamfleet import Dream, Space
 from dreamfleet.agents import RandomAgent
 from dreamfleet.agents.api import Arrays, Guess
 from dreamfleet.config import RunConfig
-from dreamfleet.dream.session import Session
+from dreamfleet.dream.session import FRESH, Session
 from dreamfleet.envs import MissingExtraError, env_seed, make_env, noop, tasks
 from dreamfleet.policy import Blueprint
 from dreamfleet.replay import Replay
@@ -98,14 +98,14 @@ def test_a_dream_of_every_suite_is_played(
     session = Session(played(tmp_path, task, options))
     try:
         about = session.describe()
-        assert about["real"]
+        assert about["starts"][0][0] == FRESH
         scene = session.start(0, OBSERVED, 0)
         # Crafter may or may not repeat itself; the recording is the truth if it does not.
         source = scene["truth"]["source"]
         assert source == "environment" or task.startswith("crafter:"), scene["note"]
-        [space] = about["actions"]
-        names = scene["names"] if source == "environment" else session.start(None, 1, 0)["names"]
-        assert len(names) == (space["choices"][0] if space["discrete"] else 0)
+        controls = about["controls"]
+        names = scene["names"] if source == "environment" else session.start(FRESH, 1, 0)["names"]
+        assert [len(names)] == [each["choices"] for each in controls]
         keys = keys_of(names, len(names))
         assert {arrow: names[keys[arrow]] for arrow in arrows} == arrows
         session.start(0, OBSERVED, 0)
@@ -118,10 +118,9 @@ def test_a_dream_of_every_suite_is_played(
             before = scene["truth"]
             session.go(1)
             assert session.go(4)["truth"] == before
-        scene = session.start(None, 1, 1)
+        scene = session.start(FRESH, 1, 1)
         assert scene["truth"]["source"] == "environment"
         assert size_of(scene["truth"]["frame"]) == size
-        action = {space["name"]: [0.0] * space["size"]}
-        assert session.step("you", action)["truth"]["source"] == "environment"
+        assert session.step("you", [0.0] * len(controls))["truth"]["source"] == "environment"
     finally:
         session.close()

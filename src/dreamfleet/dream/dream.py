@@ -34,26 +34,17 @@ _CONTEXT = 1 << 32
 
 
 @dataclass(frozen=True, eq=False)
-class Imagined:
-    """A moment of a dream."""
+class Imagined(Guess):
+    """A moment of a dream: what the world model says about it, and how the dream came here."""
 
-    number: int
+    number: int = 0
     """Actions since the dream began; 0 is the last observed moment."""
-    obs: Arrays
-    """Decoded: images as uint8, numbers in the units of the environment."""
-    reward: float
-    """Predicted for arriving here."""
-    continuation: float
-    """The predicted probability that the episode continues."""
-    value: float
-    """The return that the critic predicts."""
-    action: Arrays | None
+    action: Arrays | None = None
     """The last action; None at the start."""
-    allowed: NDArray[np.bool_] | None = None
-    """The predicted action mask; None for a task without one."""
     latent: Any = field(default=None, repr=False)
     """The state of the world model."""
-    guess: Guess | None = field(default=None, repr=False)
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
 
 class Dream:
@@ -189,7 +180,7 @@ class Dream:
             latent, guess = self._model.observe(latent, obs, action, self.seed, _CONTEXT + index)
         assert guess is not None
         self.observed = arrays
-        self._start = self._moment(0, latent, guess, None)
+        self._start = Imagined(**vars(guess), latent=latent)
         return self.reset()
 
     def _newest(self, observe: int) -> StoredEpisode:
@@ -246,9 +237,7 @@ class Dream:
 
     def act(self, *, greedy: bool = False) -> Arrays:
         """The action of the policy: a sample, or the mode."""
-        guess = self.now.guess
-        assert guess is not None
-        chosen = guess.mode if greedy else guess.sample
+        chosen = self.now.mode if greedy else self.now.sample
         return {key: self._bounded(key, chosen[key]) for key in self.act_space}
 
     def step(self, action: Mapping[str, Any] | Any) -> Imagined:
@@ -262,7 +251,7 @@ class Dream:
         number = before.number + 1
         latent, guess = self._model.imagine(before.latent, taken, self.seed, number)
         del self._line[self._at + 1 :]
-        self._line.append(self._moment(number, latent, guess, taken))
+        self._line.append(Imagined(**vars(guess), number=number, action=taken, latent=latent))
         del self._line[: -self._keep]
         self._at = len(self._line) - 1
         return self.now
@@ -294,10 +283,6 @@ class Dream:
         other._line = self._line[: self._at + 1]
         other._at = max(len(other._line) - 1, 0)
         return other
-
-    def _moment(self, number: int, latent: Any, guess: Guess, action: Arrays | None) -> Imagined:
-        found = (guess.obs, guess.reward, guess.continuation, guess.value)
-        return Imagined(number, *found, action, guess.allowed, latent, guess)
 
     def checked_action(self, action: Mapping[str, Any] | Any) -> Arrays:
         """A valid action for the world model; continuous ones are clipped."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -73,8 +73,8 @@ class Reality:
         self._paints = True
         self._begin: Callable[[], Arrays] | None = None
         self._now: Real | None = None
-        self._path = 0  # a hash of all actions so far
-        self._seen: dict[int, int] = {}  # hashes of observations by path
+        self._taken: list[bytes] = []  # the actions so far
+        self._seen: dict[int, int] = {}  # hashes of observations by hashes of all actions before
 
     def fresh(self, seed: int = 0) -> Real:
         """Start a new episode; a dream can start from its first observation (`steps`)."""
@@ -103,9 +103,8 @@ class Reality:
                 return {}
             return {**first, **{key: here[key] for key in (*self._keys, *FLAGS)}}
 
-        if obs := self._attempt(restored):
-            return self._start(restored, obs)
-        return self._start(lambda: self._relive(episode, observe))
+        can = bool(self._attempt(restored))
+        return self._start(restored if can else lambda: self._relive(episode, observe))
 
     @property
     def now(self) -> Real:
@@ -130,29 +129,29 @@ class Reality:
         Raises:
             RealityError: The environment failed.
         """
-        return self._take(action)
+        return self._take(action, draw=True)
 
-    def _take(self, action: Mapping[str, Any], *, draw: bool = True) -> Real:
+    def go(self, actions: Sequence[Mapping[str, Any]]) -> Real:
+        """Go to the moment after these actions since the start: onward, or from the start again.
+
+        Raises:
+            RealityError: The environment failed, or does not repeat itself.
+        """
+        taken = self._taken
+        if [_bytes(action) for action in actions[: len(taken)]] != taken:
+            self._restart()
+        for number in range(len(self._taken), len(actions)):
+            self._take(actions[number], draw=number == len(actions) - 1)
+        return self.now
+
+    def _take(self, action: Mapping[str, Any], *, draw: bool) -> Real:
         before, env = self.now, self._env
         if before.last or env is None:
             return before
         taken = {key: np.asarray(value) for key, value in action.items()}
         obs = self._attempt(lambda: env.step({**taken, RESET: np.array(False)}))
-        self._path = hash((self._path, *(taken[key].tobytes() for key in sorted(taken))))
-        return self._arrive(before.number + 1, obs, draw=draw or bool(obs["is_last"]))
-
-    def repeat(self, actions: Iterable[Mapping[str, Any]]) -> Real:
-        """Go back to the start, and take these actions.
-
-        Raises:
-            RealityError: The environment failed, or does not repeat itself.
-        """
-        taken = list(actions)
-        if self._begin is not None:
-            self._arrive(0, self._attempt(self._begin))
-        for number, action in enumerate(taken, 1):
-            self._take(action, draw=number == len(taken))
-        return self.now
+        self._taken = [*self._taken, _bytes(action)]
+        return self._arrive(obs, draw=draw or bool(obs["is_last"]))
 
     def draw(self, obs: Mapping[str, Any]) -> NDArray[np.uint8] | None:
         """A picture of an imagined observation: its image, or what the environment renders in that
@@ -180,16 +179,22 @@ class Reality:
         self._env = make_visible_env(self._maker, seed=seed, **self._config.env_options)
         return self._env
 
-    def _start(self, begin: Callable[[], Arrays], obs: Arrays | None = None) -> Real:
-        obs = self._attempt(begin) if obs is None else obs
+    def _start(self, begin: Callable[[], Arrays]) -> Real:
         self._begin, self._seen = begin, {}
-        return self._arrive(0, obs)
+        return self._restart()
 
-    def _arrive(self, number: int, obs: Arrays, *, draw: bool = True) -> Real:
+    def _restart(self) -> Real:
+        if self._begin is None:
+            return self.now
+        obs = self._attempt(self._begin)
+        self._taken = []
+        return self._arrive(obs)
+
+    def _arrive(self, obs: Arrays, *, draw: bool = True) -> Real:
         """Arrive at a moment, which must be the same as after the same actions before."""
-        self._path = self._path if number else 0
+        path, number = hash(tuple(self._taken)), len(self._taken)
         seen = hash(tuple(np.asarray(obs[key]).tobytes() for key in self._keys))
-        if self._seen.setdefault(self._path, seen) != seen:
+        if self._seen.setdefault(path, seen) != seen:
             raise RealityError(
                 "The environment does not repeat itself after the same seed and actions, so it "
                 "cannot go back."
@@ -233,6 +238,10 @@ class Reality:
                 raise _unreachable(f"repeating {episode.history:,} steps takes too long")
         assert obs is not None
         return obs
+
+
+def _bytes(action: Mapping[str, Any]) -> bytes:
+    return b"".join(np.asarray(action[key]).tobytes() for key in sorted(action))
 
 
 def _same(found: NDArray[Any], stored: NDArray[Any]) -> bool:

@@ -5,8 +5,7 @@ A page gets dicts of numbers, text and PNG bytes, so that its server does not co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal
 
@@ -28,6 +27,8 @@ MAX_NUMBERS = 24
 MAX_POINTS = 200
 """Moments in a curve."""
 MAX_PREDICTED = 48
+FRESH = -1
+"""The start from a fresh episode of the environment."""
 _MAX_EPISODES = 200
 _MIN_CONTINUATION = 0.5
 """The predicted probability below which an episode is over."""
@@ -37,21 +38,15 @@ Who = Literal["you", "policy", "recorded"]
 Plain = dict[str, Any]
 
 
-@dataclass
-class _Branch:
-    """One line of a dream, and the true numbers of its moments by title."""
-
-    dream: Dream
-    truth: dict[int, dict[str, float]] = field(default_factory=dict)
-
-
 class Session:
     """A dream that is played."""
 
     def __init__(self, dream: Dream, *, trust: bool = False) -> None:
         self._loaded = dream  # other viewers find it by a weak reference
-        self._branches = [_Branch(dream.branch())]
+        self._branches = [dream.branch()]
         self._current = 0
+        self._truth: dict[Imagined, dict[str, float]] = {}
+        """True numbers by title."""
         self._episodes: list[StoredEpisode] = []
         self._recorded: list[Arrays] = []  # steps of the stored episode, by number
         self._real: Reality | None = None
@@ -68,7 +63,7 @@ class Session:
     @property
     def dream(self) -> Dream:
         """The branch that is played."""
-        return self._branches[self._current].dream
+        return self._branches[self._current]
 
     def describe(self) -> Plain:
         """What can be chosen: episodes to start from, and actions."""
@@ -77,39 +72,44 @@ class Session:
         return {
             "task": dream.blueprint.config.task if dream.blueprint else "",
             "step": dream.trained_steps,
-            "real": self._real is not None,
             "note": self._note,
-            "actions": [
-                {
-                    "name": name,
-                    "discrete": space.discrete,
-                    "size": int(np.prod(space.shape)),
-                    "choices": [int(n) for n in np.ravel(space.classes)] if space.discrete else [],
-                    "low": np.ravel(space.low).tolist(),
-                    "high": np.ravel(space.high).tolist(),
-                }
-                for name, space in dream.act_space.items()
-            ],
-            "episodes": [
-                {"stream": str(each.stream)}
-                | {name: getattr(each, name) for name in ("length", "score", "begins", "ends")}
-                for each in self._episodes
+            "starts": self._starts(),
+            # A number of an action each: choices, or a range.
+            "controls": [
+                {"name": f"{key} {n}" if space.shape else key, "low": low, "high": high}
+                | {"choices": int(np.ravel(space.classes)[n]) if space.discrete else 0}
+                for key, space in dream.act_space.items()
+                for n, (low, high) in enumerate(
+                    zip(np.ravel(space.low).tolist(), np.ravel(space.high).tolist(), strict=True)
+                )
             ],
         }
 
-    def start(self, episode: int | None, observe: int, seed: int) -> Plain:
-        """Start from an episode, named by its place in `describe`; None is a fresh one of the real
-        environment."""
-        dream = self.dream
+    def _starts(self) -> list[Any]:
+        """What `start` takes, a title, and the steps to observe: a fresh episode first, if there is
+        an environment, then whole episodes, the newest first."""
+        found = []
+        for number, each in enumerate(self._episodes):
+            part = "" if each.begins and each.ends else ", a part" if each.ends else ", not over"
+            text = f"{each.length:,} steps, score {each.score:.4g}{part}"
+            # Enough to see what moves, with most of the episode left to play.
+            observe = max(1, min(5, each.length // 4))
+            found.append((bool(part), number, f"{text} · environment {each.stream}", observe))
+        fresh = [(FRESH, "a fresh episode", 1)] if self._real is not None else []
+        return fresh + [each for _, *each in sorted(found)]
+
+    def start(self, episode: int, observe: int, seed: int) -> Plain:
+        """Start from an episode of `describe`, or from a fresh one of the real environment."""
+        dream, real = self.dream, self._real
         dream.seed = seed
-        self._branches, self._current = [_Branch(dream)], 0
+        self._branches, self._current, self._truth = [dream], 0, {}
         self._follows, self._recorded = False, []
-        if episode is None:
-            if self._real is None:
+        if episode == FRESH:
+            if real is None:
                 raise ConfigError(f"There is no environment for a fresh episode: {self._note}")
-            self._real.fresh(seed)
+            real.fresh(seed)
             self._follows, self._note = True, ""
-            dream.start(self._real.steps)
+            dream.start(real.steps)
             return self.show()
         if not 0 <= episode < len(self._episodes):
             raise ConfigError(f"There is no episode {episode}: choose another one.")
@@ -120,16 +120,20 @@ class Session:
         rows = chosen.read(observe - 1, end, {*dream.obs_space, *dream.act_space, "reward"})
         count = end - observe + 1
         self._recorded = [{key: value[n] for key, value in rows.items()} for n in range(count)]
-        if self._real is not None:
+        if real is not None:
             self._follows, self._note = True, ""
-            self._let_follow(lambda real: real.follow(chosen, observe))
+            self._let_follow(lambda: real.follow(chosen, observe))
         return self.show()
 
-    def step(self, who: Who, action: Mapping[str, Any] | None = None) -> Plain:
-        """Imagine a step. After going back, the same action goes forward again, and another one
-        starts a new branch."""
+    def step(self, who: Who, numbers: Sequence[float] = ()) -> Plain:
+        """Imagine a step; `numbers` is your action. After going back, the same action goes forward
+        again, and another one starts a new branch."""
+        self._advance(who, numbers)
+        return self.show()
+
+    def _advance(self, who: Who, numbers: Sequence[float] = ()) -> None:
         dream = self.dream
-        number = dream.now.number
+        number, following = dream.now.number, dream.following
         if number >= MAX_STEPS:
             raise ConfigError(f"A dream has {MAX_STEPS:,} steps at most: go back, or start again.")
         if _is_over(dream.now):
@@ -140,25 +144,26 @@ class Session:
         if who == "recorded":
             chosen = self._recorded_action(number)
         elif who == "you":
-            chosen = dream.checked_action(_arrays(dream, action or {}))
+            chosen = dream.checked_action(_arrays(dream, numbers))
         else:
             chosen = dream.act()
-        following = dream.following
         if following and _equal(following.action, chosen):
             dream.go(number + 1)
-        else:
-            if following:
-                self._branch_off()
-            self.dream.step(chosen)
-        self._let_follow(lambda real: real.step(chosen))
-        return self.show()
+            return
+        if following:  # the old branch is kept
+            if len(self._branches) == MAX_BRANCHES:
+                self._branches.remove(next(each for each in self._branches if each is not dream))
+            self._branches.append(dream.branch())
+            self._current = len(self._branches) - 1
+        self.dream.step(chosen)
 
     def predict(self) -> Plain:
         """Imagine what the recorded actions lead to, at once."""
         for _ in range(MAX_PREDICTED):
             if not self._recorded_left or _is_over(self.dream.now):
                 break
-            self.step("recorded")
+            self._advance("recorded")
+            self._compare()
         return self.show()
 
     def go(self, number: int, branch: int | None = None) -> Plain:
@@ -168,16 +173,14 @@ class Session:
                 raise ConfigError(f"There is no branch {branch}.")
             self._current = branch
         self.dream.go(min(number, self.dream.line[-1].number))
-        self._let_follow(lambda real: real.repeat(self._actions()))
         return self.show()
 
-    def _let_follow(self, act: Callable[[Reality], object]) -> None:
+    def _let_follow(self, act: Callable[[], object]) -> None:
         """Let the environment act; it no longer follows if it fails."""
-        if self._real is not None and self._follows:
-            try:
-                act(self._real)
-            except DreamfleetError as error:
-                self._follows, self._note = False, str(error)
+        try:
+            act()
+        except DreamfleetError as error:
+            self._follows, self._note = False, str(error)
 
     def close(self) -> None:
         """Release the environments."""
@@ -186,8 +189,12 @@ class Session:
 
     def show(self) -> Plain:
         """The moment, and the curves up to it."""
-        dream, now = self.dream, self.dream.now
-        truth = self._truth()
+        dream, now, real = self.dream, self.dream.now, self._compare()
+        truth: Plain | None = None
+        if real is not None:
+            source = "environment" if self._follows else "recording"
+            truth = {"source": source, "frame": _png(real.frame), "last": real.last}
+            truth |= {"reward": real.reward, "difference": self._truth[now][_ERROR]}
         return {
             "number": now.number,
             "length": dream.line[-1].number,
@@ -210,7 +217,7 @@ class Session:
         """Numbers of the last moments by title: of the dream, and of reality where it is known."""
         end = self.dream.now.number
         line = [each for each in self.dream.line if end - MAX_POINTS < each.number <= end]
-        real = [self._branches[self._current].truth.get(each.number, {}) for each in line]
+        real = [self._truth.get(each, {}) for each in line]
         rows = [
             {"Reward": each.reward, "Continuation": each.continuation, "Value": each.value}
             | {_ERROR: np.nan, **_numbers(each.obs)}
@@ -226,26 +233,25 @@ class Session:
 
     # --- truth -----------------------------------------------------------------------------------
 
-    def _truth(self) -> Plain | None:
+    def _compare(self) -> Real | None:
         """What really happens: in the environment until its episode ends, or in the recording while
-        its actions are taken."""
-        now = self.dream.now
-        if self._real is not None and self._follows:
-            real, source = self._real.now, "environment"
+        its actions are taken; None if it is unknown."""
+        now, real = self.dream.now, self._real
+        if real is not None and self._follows:
+            self._let_follow(lambda: real.go(self._actions()))
+        if real is not None and self._follows:
+            found = real.now
         elif self._as_recorded():
             obs, last = self._recorded[now.number], not self._recorded_left
-            real = Real(now.number, obs, float(obs["reward"]), last, self._draw(obs))
-            source = "recording"
+            found = Real(now.number, obs, float(obs["reward"]), last, self._draw(obs))
         else:
             return None
-        if real.number < now.number:
+        if found.number < now.number:
             return None
-        error = _difference(now.obs, real.obs)
-        numbers = _numbers({key: real.obs[key] for key in now.obs})
-        truth = {"Reward": real.reward, _ERROR: error, **numbers}
-        self._branches[self._current].truth[now.number] = truth
-        told = {"source": source, "frame": _png(real.frame), "difference": error}
-        return {**told, "reward": real.reward, "last": real.last}
+        numbers = _numbers({key: found.obs[key] for key in now.obs})
+        error = _difference(now.obs, found.obs)
+        self._truth[now] = {"Reward": found.reward, _ERROR: error, **numbers}
+        return found
 
     def _draw(self, obs: Mapping[str, NDArray[Any]]) -> NDArray[np.uint8] | None:
         return self._real.draw(obs) if self._real else image_of(obs)
@@ -279,24 +285,14 @@ class Session:
         line, now = self.dream.line, self.dream.now
         return [each.action for each in line if each.action and each.number <= now.number]
 
-    def _branch_off(self) -> None:
-        """Keep this branch, and continue in a new one."""
-        before = self._branches[self._current]
-        number = before.dream.now.number
-        known = {n: each for n, each in before.truth.items() if n <= number}
-        if len(self._branches) == MAX_BRANCHES:
-            self._branches.remove(next(each for each in self._branches if each is not before))
-        self._branches.append(_Branch(before.dream.branch(), known))
-        self._current = len(self._branches) - 1
 
-
-def _arrays(dream: Dream, action: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists of numbers from a page, in the shapes of an action."""
-    return {
-        key: np.asarray(value, space.dtype).reshape(space.shape)
-        for key, space in dream.act_space.items()
-        if (value := action.get(key)) is not None
-    }
+def _arrays(dream: Dream, numbers: Sequence[float]) -> dict[str, Any]:
+    """The numbers of all controls as an action."""
+    spaces = dream.act_space.values()
+    ends = np.cumsum([np.prod(space.shape, dtype=int) for space in spaces])
+    parts = np.split(np.asarray(numbers, np.float64), ends[:-1])
+    shaped = (p.astype(s.dtype).reshape(s.shape) for p, s in zip(parts, spaces, strict=True))
+    return dict(zip(dream.act_space, shaped, strict=True))
 
 
 def _png(image: NDArray[np.uint8] | None) -> bytes:

@@ -6,10 +6,8 @@ from dreamfleet.metrics.episodes import Episode, EpisodeStats
 from dreamfleet.metrics.outputs.base import Output, Outputs, kind_of
 from dreamfleet.metrics.outputs.jsonl import JsonlOutput, ScoresFile, read_jsonl
 from dreamfleet.metrics.outputs.media import MediaOutput
-from dreamfleet.metrics.outputs.mlflow import MlflowOutput
 from dreamfleet.metrics.outputs.prometheus import PrometheusOutput
-from dreamfleet.metrics.outputs.tensorboard import TensorBoardOutput
-from dreamfleet.metrics.outputs.wandb import WandbOutput
+from dreamfleet.metrics.outputs.trackers import MlflowOutput, TensorBoardOutput, WandbOutput
 from dreamfleet.metrics.timing import Timer, Usage
 
 __all__ = [

@@ -123,50 +123,44 @@ class Mp4Writer:
 
     def __init__(self, path: Path | str, *, fps: float = 20, title: str = "") -> None:
         self._path = Path(path)
-        self._encoder = find_encoder()
-        self._fps, self._title = fps, title
+        self._part = self._path.with_name(f".{self._path.name}.part")
+        self._encoder, self._fps, self._title = find_encoder(), fps, title
         self._process: subprocess.Popen[bytes] | None = None
         self._shape: tuple[int, ...] = ()
-        self._part = self._path.with_name(f".{self._path.name}.part")
 
     def add(self, frame: NDArray[np.uint8]) -> None:
         """Append a frame."""
-        if self._process is None:
-            self._start(frame.shape)
-        assert self._process is not None
-        assert self._process.stdin is not None
+        shown, self._shape = _even(frame), self._shape or frame.shape
         if frame.shape != self._shape:
             raise MetricsError(
                 f"A frame of shape {frame.shape} follows one of {self._shape}: a video has one "
                 "size."
             )
+        self._process = process = self._process or self._start(*shown.shape[:2])
+        assert process.stdin is not None
         try:
-            self._process.stdin.write(_even(frame).tobytes())
+            process.stdin.write(shown.tobytes())
         except BrokenPipeError as error:
-            _, errors = self._process.communicate()
-            raise self._failure(errors) from error
+            raise self._failure(process.communicate()[1]) from error
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         """Complete the file. After an error, or without a frame, there is none."""
-        process, failed = self._process, any(error)
-        if process is None:
+        if (process := self._process) is None:
             return
-        if failed:
+        if any(error):
             process.kill()
         _, errors = process.communicate()
-        if failed:
+        if any(error):
             self._part.unlink(missing_ok=True)
         elif process.returncode:
             raise self._failure(errors)
         else:
             atomic_rename(self._part, self._path)
 
-    def _start(self, shape: tuple[int, ...]) -> None:
-        self._shape = shape
-        rows, columns = _even(np.zeros(shape, np.uint8)).shape[:2]
+    def _start(self, rows: int, columns: int) -> subprocess.Popen[bytes]:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{columns}x{rows}"]
         command = [self._encoder, "-loglevel", "error", "-y", *source, "-r", f"{self._fps:g}"]
@@ -176,9 +170,8 @@ class Mp4Writer:
         command += ["-i", "-", "-c:v", "libx264", "-pix_fmt", "yuv420p", "-crf", "20", *quickly]
         command += ["-metadata", f"title={self._title}", "-movflags", "+faststart"]
         command += ["-f", "mp4", str(self._part)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        )
+        null, pipe = subprocess.DEVNULL, subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=null, stderr=pipe)
 
     def _failure(self, errors: bytes) -> MetricsError:
         words = errors.decode(errors="replace").strip().splitlines()

@@ -62,11 +62,10 @@ class Timer:
             self._totals, self._since = {}, now
         result = {}
         for name, (count, total, longest) in totals.items():
-            result[f"{name}/count"] = float(count)
-            result[f"{name}/total"] = total
-            result[f"{name}/avg"] = total / count
-            result[f"{name}/max"] = longest
-            result[f"{name}/frac"] = total / elapsed if elapsed > 0 else 0.0
+            frac = total / elapsed if elapsed > 0 else 0.0
+            stats = {"count": float(count), "total": total, "avg": total / count}
+            stats |= {"max": longest, "frac": frac}
+            result.update({f"{name}/{key}": value for key, value in stats.items()})
         return result
 
 

@@ -11,12 +11,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO, Any
 
-import msgspec
 import psutil
 from nicegui import ui
 
@@ -24,9 +23,9 @@ from dreamfleet.checkpoint import Checkpoint, step_of
 from dreamfleet.fleet.record import read_record, supervisor_process
 from dreamfleet.fleet.tied import tied
 from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS_FILE
+from dreamfleet.metrics.outputs.jsonl import decode_rows, last_lines
 from dreamfleet.roles.saver import SAVE_REQUEST
-from dreamfleet.view.frame import card, keep_fresh, show, with_hint
-from dreamfleet.view.reading import read_tail
+from dreamfleet.view.frame import Refresh, card, show, with_hint
 from dreamfleet.view.runs import Run
 
 VIDEO_FOLDER = "on-demand"
@@ -34,10 +33,55 @@ VIDEO_FOLDER = "on-demand"
 RESUME_LOG = "resume.log"
 _MAX_RUNNING, _MAX_KEPT = 2, 20
 _NICE = 10
-_TAIL_BYTES = 1 << 12
+_TAIL_BYTES = 1 << 13
 # -P: the current directory may be a run of others, and what it holds is not imported.
 _COMMAND = (sys.executable, "-P", "-m", "dreamfleet.cli")
-_resumed: dict[Path, subprocess.Popen[bytes]] = {}
+
+
+class Job:
+    """A command about a run, in a process of its own; the log gets what it prints."""
+
+    def __init__(
+        self, run: Run, name: str, words: Sequence[str], log: IO[bytes], **options: Any
+    ) -> None:
+        self.run, self.name, self._log = run, name, log
+        self._said = "running"
+        self.process = subprocess.Popen(
+            words, stdout=log, stderr=log, start_new_session=True, **options
+        )
+
+    @property
+    def runs(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def text(self) -> str:
+        """Its progress, its result or its error in a line."""
+        if not self._log.closed:
+            code, content = self.process.poll(), last_lines(self._log, _TAIL_BYTES)
+            lines = content.decode(errors="replace").strip().splitlines() or [self._said]
+            self._said = f"failed: {with_hint(lines[-1])}" if code else lines[-1]
+            for found in () if code else decode_rows(content):
+                with suppress(KeyError, TypeError, ValueError):
+                    mean, count = float(found["mean"]), found["episodes"]
+                    self._said = f"mean return {mean:.4g} of {count} episodes"
+            if code is not None:
+                with self._log, self.process:  # which closes them
+                    pass
+        return f"{self.name} · {self._said}"
+
+
+_jobs: list[Job] = []
+
+
+def jobs_of(run: Run) -> list[Job]:
+    """What is done about a run, the newest first."""
+    return [job for job in reversed(_jobs) if job.run is run]
+
+
+def _start(job: Job) -> None:
+    _jobs.append(job)
+    del _jobs[:-_MAX_KEPT]
 
 
 def stop_run(run: Run) -> str:
@@ -73,109 +117,50 @@ def resume_command(run: Run) -> str:
 def resume_run(run: Run) -> str:
     """Resume a run in a process that outlives this server; returns what was done. Its own code is
     imported only if the server trusts it."""
-    known = _resumed.get(run.path)
-    if run.row.running or run.row.state == "unknown" or (known and known.poll() is None):
+    resumes = any(job.name == "resume" and job.runs for job in jobs_of(run))
+    if resumes or run.row.running or run.row.state == "unknown":
         return "The run is running."
     words = [*_COMMAND, "resume", str(run.path), *(["--trust"] if run.trust else [])]
     try:
         (run.path / "logs").mkdir(exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW
         log = os.open(run.path / "logs" / RESUME_LOG, flags, 0o644)
     except OSError as error:
         return f"The run's directory cannot be written: {error.strerror}."
-    with os.fdopen(log, "wb") as out:
-        _resumed[run.path] = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-        )
+    _start(Job(run, "resume", words, os.fdopen(log, "a+b"), stdin=subprocess.DEVNULL))
     return "The run is resumed."
 
 
-def resume_text(run: Run) -> str:
-    """How resuming a run goes, until it runs."""
-    process = _resumed.get(run.path)
-    if process is None or process.poll() == 0 or run.row.running:
-        return ""
-    if process.returncode is None:
-        return "resuming…"
-    content, _ = read_tail(run.path, "logs", RESUME_LOG, max_bytes=_TAIL_BYTES)
-    lines = content.decode(errors="replace").strip().splitlines()
-    return with_hint(f"resuming failed: {(lines or ['see its log'])[-1]}")
-
-
-class Job:
-    """An evaluation of a checkpoint, in a process of its own with low priority. It ends with this
-    process."""
-
-    def __init__(self, run: Run, name: str, words: Sequence[str], step: int) -> None:
-        self.run, self.name, self.step = run, name, step
-        self.code: int | None = None
-        self._said = "running"
-        self._result = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process ends
-        self.process = subprocess.Popen(
-            tied([*words, "--json"]),
-            stdin=subprocess.PIPE,
-            stdout=self._result,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-            # Accelerators belong to training.
-            env={**os.environ, "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")},
-        )
-        with suppress(psutil.Error):
-            psutil.Process(self.process.pid).nice(_NICE)
-        threading.Thread(target=self._follow, name=name, daemon=True).start()
-
-    @property
-    def text(self) -> str:
-        """Its progress or result in a line."""
-        return f"{self.name} · step {self.step:,} · {self._said}"
-
-    def _follow(self) -> None:
-        with self._result as result, self.process as process:
-            assert process.stderr is not None
-            for line in process.stderr:
-                self._said = line.strip() or self._said
-            if process.wait():
-                self._said = with_hint(self._said)
-            else:
-                result.seek(0)
-                with suppress(msgspec.MsgspecError, KeyError, TypeError, ValueError):
-                    found = msgspec.json.decode(result.read())
-                    self._said = f"mean return {found['mean']:.4g} of {found['episodes']} episodes"
-        self.code = process.returncode
-
-
-_jobs: list[Job] = []
-
-
 def evaluate(run: Run, checkpoint: Path | None = None, *, video: bool = False) -> str:
-    """Evaluate a checkpoint, by default the newest, in the background, or record a video of it;
-    returns what was done."""
+    """Evaluate a checkpoint, by default the newest, or record a video of it, in a process of low
+    priority that ends with this one; returns what was done."""
     path = checkpoint or Checkpoint(run.path / "ckpt" / "agent").latest()
     if path is None:
         return "The run has no checkpoint yet."
-    if sum(job.code is None for job in _jobs) >= _MAX_RUNNING:
+    if sum(job.runs and job.name != "resume" for job in _jobs) >= _MAX_RUNNING:
         return "Two evaluations are running: wait for one of them."
     step = step_of(path)
-    words = ["dreamfleet.cli", "eval", str(path), "--episodes", "1" if video else "10"]
+    words = ["eval", str(path), "--episodes", "1" if video else "10", "--json"]
     words += ["--trust"] if run.trust else []
     if video:
         words += ["--video", str(run.path / "media" / VIDEO_FOLDER / f"{step:012d}.mp4")]
     if (run.path / EVALUATIONS_FILE).is_symlink():
         words += ["--no-keep"]
-    _jobs.append(Job(run, "video" if video else "evaluation", words, step))
-    del _jobs[:-_MAX_KEPT]
+    name = f"{'video' if video else 'evaluation'} · step {step:,}"
+    # Accelerators belong to training.
+    variables = {**os.environ, "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")}
+    log = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - closed with the job
+    job = Job(
+        run, name, tied(["dreamfleet.cli", *words]), log, stdin=subprocess.PIPE, env=variables
+    )
+    with suppress(psutil.Error):
+        psutil.Process(job.process.pid).nice(_NICE)
+    _start(job)
     return "Recording a video." if video else "Playing ten episodes."
 
 
-def jobs_of(run: Run) -> list[Job]:
-    """Evaluations of a run, the newest first."""
-    return [job for job in reversed(_jobs) if job.run is run]
-
-
-def add_actions(run: Run) -> None:
-    """Buttons that act on a run, and the progress of its evaluations."""
+def add_actions(run: Run) -> Refresh:
+    """Buttons that act on a run, and how its jobs go."""
 
     def copy_command() -> None:
         ui.clipboard.write(resume_command(run))
@@ -201,10 +186,11 @@ def add_actions(run: Run) -> None:
         shown = {"Stop": row.running, "Save now": row.running, "Copy command": unfinished}
         for text, visible in (shown | {"Resume": unfinished and not row.running}).items():
             buttons[text].set_visibility(visible)
-        told = [resume_text(run), *(job.text for job in jobs_of(run)[:3])]
-        show(jobs, "\n".join(filter(None, told)))
+        # A run that was resumed shows itself how it goes.
+        told = [j.text for j in jobs_of(run) if j.name != "resume" or not row.running][:3]
+        show(jobs, "\n".join(told))
 
-    keep_fresh(refresh, 1.0)
+    return refresh
 
 
 async def _confirm_stop(run: Run) -> None:

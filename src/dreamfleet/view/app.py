@@ -15,20 +15,16 @@ from nicegui import app, ui
 
 from dreamfleet.errors import ConfigError
 from dreamfleet.view import curves_page, sweep_page, videos_page
-from dreamfleet.view.dream_page import DreamPage
-from dreamfleet.view.fleet_page import FleetPage
-from dreamfleet.view.frame import add_style
+from dreamfleet.view.dream_page import build_dream
+from dreamfleet.view.fleet_page import build_fleet
+from dreamfleet.view.frame import add_run_page, add_style
 from dreamfleet.view.guard import Guard
-from dreamfleet.view.overview_page import OverviewPage
-from dreamfleet.view.records_page import CheckpointsPage, ConfigurationPage, LogsPage
+from dreamfleet.view.overview_page import build_overview
+from dreamfleet.view.records_page import build_checkpoints, build_configuration, build_logs
 from dreamfleet.view.runs import Runs
-from dreamfleet.view.videos_page import VideosPage
 
 PORT = 8765
-_RUN_PAGES = (
-    *(OverviewPage, FleetPage, LogsPage, CheckpointsPage, ConfigurationPage, VideosPage),
-    DreamPage,
-)
+_FORGET_SECONDS = 10.0
 _FAVICON = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><g fill="#0b6fb8">\
 <circle cx="16" cy="16" r="5"/><circle cx="6" cy="8" r="3"/><circle cx="26" cy="8" r="3"/>\
 <circle cx="6" cy="24" r="3"/><circle cx="26" cy="24" r="3"/></g></svg>"""
@@ -54,13 +50,13 @@ def serve(
     Raises:
         ConfigError: The address cannot be listened on.
     """
-    with _listen(host, port) as listening, Runs(folder, trust=trust) as runs:
+    with _listen(host, port) as listening:
         port, token = listening.getsockname()[1], secrets.token_urlsafe(24)
         shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
         shown = f"[{shown}]" if ":" in shown else shown
         app.on_startup(lambda: ready(f"http://{shown}:{port}/?token={token}"))
         config = uvicorn.Config(
-            Guard(make_app(runs), token, host, port),
+            Guard(make_app(Runs(folder, trust=trust)), token, host, port),
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -79,8 +75,14 @@ def make_app(runs: Runs) -> FastAPI:
     curves_page.add(runs)
     sweep_page.add(runs)
     videos_page.add_media(runs)
-    for page in _RUN_PAGES:
-        page.add(runs)
+    add_run_page(runs, "run", build_overview, 1.0)
+    add_run_page(runs, "fleet", build_fleet, 1.0)
+    add_run_page(runs, "logs", build_logs)
+    add_run_page(runs, "checkpoints", build_checkpoints)
+    add_run_page(runs, "configuration", build_configuration)
+    add_run_page(runs, "videos", videos_page.build_videos)
+    add_run_page(runs, "dream", build_dream, 5.0)
+    app.timer(_FORGET_SECONDS, runs.forget)
     server = FastAPI(openapi_url=None)
     ui.run_with(
         server,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
@@ -24,11 +24,8 @@ from dreamfleet.plotting import (
     PlottedRun,
     Scores,
     action_repeat,
-    bin_width,
-    combine,
     panels_of,
 )
-from dreamfleet.statistics import mean_interval
 from dreamfleet.view.reading import Floats, thinned
 from dreamfleet.view.runs import EVALUATION, SCORE, Run
 
@@ -56,14 +53,14 @@ class CurveOptions:
 
 @dataclass(frozen=True)
 class _PlottedRun(PlottedRun):
+    points: Floats
     name: str = ""
-    points: Floats = field(default_factory=lambda: np.zeros((0, 4)))
-    separate: bool = False
+    """Set if the run is a curve of its own."""
 
     @property
     def setting(self) -> dict[str, Any]:
         found = super().setting
-        return {**found, "run": self.name} if self.separate else found
+        return {**found, "run": self.name} if self.name else found
 
 
 def panels(runs: Sequence[Run], metric: str, options: CurveOptions) -> list[Panel]:
@@ -72,10 +69,10 @@ def panels(runs: Sequence[Run], metric: str, options: CurveOptions) -> list[Pane
     for run in runs:
         if run.config is None or (points := _at_axis(run, metric, options.axis)) is None:
             continue
-        config = replace(run.config, logdir=run.path)
         scores = Scores(points[:, 0], points[:, 1])
-        plotted.append(_PlottedRun(config, scores, run.name, points, not options.join_seeds))
-    return panels_of(plotted, _BINS)
+        name = "" if options.join_seeds else run.name
+        plotted.append(_PlottedRun(replace(run.config, logdir=run.path), scores, points, name))
+    return panels_of(plotted, _BINS, interval=options.interval)
 
 
 def _at_axis(run: Run, metric: str, axis: Axis) -> Floats | None:
@@ -118,31 +115,15 @@ def smoothed(values: Floats, weight: float) -> Floats:
     return result
 
 
-def _curve(panel: Panel, group: Group, metric: str, options: CurveOptions) -> Curve:
+def _curve(group: Group, metric: str, options: CurveOptions) -> Curve:
     """The curve of a group. A single run keeps more points, and the range of joined rows."""
     curve, run = group.curve, group.runs[0]
-    if len(group.runs) > 1:
-        curve = _with_interval(panel, group) if options.interval else curve
-    elif metric != SCORE and isinstance(run, _PlottedRun):
+    if len(group.runs) == 1 and metric != SCORE and isinstance(run, _PlottedRun):
         at, mean, low, high = thinned(run.points, _METRIC_POINTS).T
         curve = Curve(at, mean, low, high, np.ones(len(at), np.int64), 1)
     edges = (curve.mean, curve.low, curve.high)
     mean, low, high = (smoothed(each, options.smoothing) for each in edges)
     return replace(curve, mean=mean, low=low, high=high)
-
-
-def _with_interval(panel: Panel, group: Group) -> Curve:
-    """The curve with the 95 % interval of its mean; a point of one run has none."""
-    width = bin_width(panel.end, _BINS)
-    values: dict[int, list[float]] = {}
-    for run in group.runs:
-        own = combine([run.scores], width)
-        for number, mean in zip(np.ceil(own.at / width - 1e-9).tolist(), own.mean, strict=True):
-            values.setdefault(int(number), []).append(mean)
-    found = [mean_interval(values[number]) for number in sorted(values)]
-    edges = np.array([(each.low, each.high) for each in found]).T
-    low, high = np.where(np.isnan(edges), group.curve.mean, edges)
-    return replace(group.curve, low=low, high=high)
 
 
 def to_csv(found: Sequence[tuple[str, Panel]], options: CurveOptions) -> str:
@@ -153,7 +134,7 @@ def to_csv(found: Sequence[tuple[str, Panel]], options: CurveOptions) -> str:
     writer.writerow(["metric", *columns])
     for metric, panel in found:
         for group in panel.groups:
-            curve = _curve(panel, group, metric, options)
+            curve = _curve(group, metric, options)
             about = [_csv_text(metric), _csv_text(panel.task), _csv_text(group.label), group.seeds]
             values = (curve.at, curve.mean, curve.low, curve.high, curve.present)
             writer.writerows([*about, *point] for point in zip(*values, strict=True))
@@ -169,24 +150,13 @@ def panel_chart(panel: Panel, metric: str, options: CurveOptions) -> Chart:
     """The curves of one metric and one task; of a single run also its episodes as dots."""
     chart = Chart(options.axis, log=options.log)
     first = panel.groups[0].runs[0]
-    if metric == SCORE and len(panel.groups) == len(panel.groups[0].runs) == 1:
-        points = thinned(np.stack([first.scores.at, first.scores.score], 1), _MAX_DOTS)
-        chart.dots("episodes", points)
-    scored = metric in (SCORE, EVALUATION) and options.published
-    if panel.published and scored and options.axis != "hours":  # it is over frames
-        own = panel.published.frames / (
-            action_repeat(first.config) if options.axis == "steps" else 1
-        )
-        shown = max((group.curve.at for group in panel.groups), key=len)
-        after = own[(own > shown[-1]) & (own <= max(shown[-1] * 1.25, own[1]))]
-        # A point wherever the curves have one, so that a tooltip shows both values.
-        x = np.concatenate([shown[(shown >= own[0]) & (shown <= own[-1])], after])
-        mean, std = (np.interp(x, own, y) for y in (panel.published.mean, panel.published.std))
-        chart.band(x, mean - std, mean + std, GREY)
-        name = f"published · {panel.published.seeds} seeds"
-        chart.line(name, x, mean, GREY, lineStyle={"type": "dashed", "width": 1.5}, z=2)
+    alone = len(panel.groups) == len(panel.groups[0].runs) == 1
+    if metric == SCORE and alone and isinstance(first, _PlottedRun):
+        chart.dots("episodes", thinned(first.points, _MAX_DOTS))
+    if metric in (SCORE, EVALUATION) and options.published and options.axis != "hours":
+        _add_published(chart, panel, action_repeat(first.config) if options.axis == "steps" else 1)
     for number, group in enumerate(panel.groups):
-        color, curve = COLORS[number % len(COLORS)], _curve(panel, group, metric, options)
+        color, curve = COLORS[number % len(COLORS)], _curve(group, metric, options)
         label = group.label if curve.runs == 1 else f"{group.label} · {group.size}"
         if (curve.high > curve.low).any():
             chart.band(curve.at, curve.low, curve.high, color)
@@ -199,14 +169,27 @@ def panel_chart(panel: Panel, metric: str, options: CurveOptions) -> Chart:
     return chart
 
 
-def add_diamonds(chart: Chart, run: Run, options: CurveOptions) -> float | None:
-    """Add the evaluations of a run to a chart of its scores; returns the newest mean."""
-    if (found := _at_axis(run, EVALUATION, options.axis)) is None:
-        return None
-    style = {"symbol": "diamond", "symbolSize": 11, "z": 5, "silent": False}
-    color = {"itemStyle": {"color": COLORS[1]}, "tooltip": {"trigger": "item"}}
-    chart.dots("evaluation", found, **style, **color)
-    return float(found[-1, 1])
+def _add_published(chart: Chart, panel: Panel, repeat: int) -> None:
+    """Add the published curve, if there is one, over the steps of which each has so many frames."""
+    if (published := panel.published) is None:
+        return
+    own = published.frames / repeat
+    shown = max((group.curve.at for group in panel.groups), key=len)
+    after = own[(own > shown[-1]) & (own <= max(shown[-1] * 1.25, own[1]))]
+    # A point wherever the curves have one, so that a tooltip shows both values.
+    x = np.concatenate([shown[(shown >= own[0]) & (shown <= own[-1])], after])
+    mean, std = (np.interp(x, own, y) for y in (published.mean, published.std))
+    chart.band(x, mean - std, mean + std, GREY)
+    style = {"type": "dashed", "width": 1.5}
+    chart.line(f"published · {published.seeds} seeds", x, mean, GREY, lineStyle=style, z=2)
+
+
+def add_diamonds(chart: Chart, run: Run, options: CurveOptions) -> None:
+    """Add the evaluations of a run to a chart of its scores."""
+    if (found := _at_axis(run, EVALUATION, options.axis)) is not None:
+        style = {"symbol": "diamond", "symbolSize": 11, "z": 5, "silent": False}
+        color = {"itemStyle": {"color": COLORS[1]}, "tooltip": {"trigger": "item"}}
+        chart.dots("evaluation", found, **style, **color)
 
 
 class Chart:

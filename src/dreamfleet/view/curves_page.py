@@ -20,17 +20,18 @@ from dreamfleet.plotting import Panel, differing
 from dreamfleet.view.charts import AXES, CurveOptions, missing_hours, panel_chart, panels, to_csv
 from dreamfleet.view.frame import (
     NAME_CELL,
-    STATE_CELL,
     card,
     draw,
     find_run,
     frame,
     keep_fresh,
+    page,
     search_box,
     set_rows,
+    show_run,
     table,
 )
-from dreamfleet.view.overview_page import OverviewPage
+from dreamfleet.view.overview_page import build_overview
 from dreamfleet.view.runs import EVALUATION, SCORE, Run, Runs
 from dreamfleet.view.sweep_page import add_links
 
@@ -46,20 +47,25 @@ _SWITCHES |= {"published": "published"}
 def add(runs: Runs) -> None:
     """Add the first page, and the page of curves."""
 
-    @ui.page("/")
-    def first(request: Request) -> None:
-        if not runs.single:
-            CurvesPage(runs, request)
-        elif (found := find_run(runs, "")) is not None:
-            OverviewPage(runs, found)
+    @page("/")
+    async def _(request: Request) -> None:
+        if runs.single:
+            await show_run(runs, "", "run", build_overview, 1.0)
+        else:
+            await _show(runs, request, None)
 
-    @ui.page("/curves")
-    def curves(request: Request) -> None:
+    @page("/curves")
+    async def _(request: Request) -> None:
         names = request.query_params.getlist("run")
-        if len(names) != 1:
-            CurvesPage(runs, request)
-        elif (found := find_run(runs, names[0])) is not None:
-            CurvesPage(runs, request, found)
+        run = find_run(runs, names[0]) if len(names) == 1 else None
+        if run is not None or len(names) != 1:
+            await _show(runs, request, run)
+
+
+async def _show(runs: Runs, request: Request, run: Run | None) -> None:
+    with frame(runs, run, "curves") as head:
+        shown = CurvesPage(runs, request.query_params, run)
+    await keep_fresh(shown.update, head, shown.refresh, seconds=_REFRESH_SECONDS)
 
 
 def read_options(query: Mapping[str, str]) -> CurveOptions:
@@ -84,26 +90,21 @@ def write_query(names: list[str], metrics: list[str], options: CurveOptions) -> 
 class CurvesPage:
     """One viewer's page, of all runs or of one run that may be compared with others."""
 
-    def __init__(self, runs: Runs, request: Request, run: Run | None = None) -> None:
+    def __init__(self, runs: Runs, query: Any, run: Run | None) -> None:
         self._runs = runs
         self._charts: dict[str, ui.echart] = {}
         self._drawn: object = None
-        query = request.query_params
-        self._metrics = query.getlist("metric")[:_MAX_METRICS] or [SCORE]
-        with frame(runs, run, "curves"):
-            with card("Runs") if run is None else _closed("Compare with other runs"):
-                self._add_runs()
-            with card("Curves"):
-                self._add_options(read_options(query))
-                self._places = ui.element("div").classes("grid")
-                self._hint = ui.label().classes("muted")
-            self._chooser = None if run else _closed("Choose metrics")
-            with self._chooser or card("Metrics", "choose what is drawn"):
-                self._add_metrics()
-            if self._chooser is not None:
-                self._chooser.on_value_change(self.refresh)
+        self._metrics: list[str] = query.getlist("metric")[:_MAX_METRICS] or [SCORE]
+        with _fold("Runs" if run is None else "Compare with other runs", is_open=run is None):
+            self._add_runs()
+        with card("Curves"):
+            self._add_options(read_options(query))
+            self._places = ui.element("div").classes("grid")
+            self._hint = ui.label().classes("muted")
+        with _fold("Choose metrics", is_open=run is not None) as self._chooser:
+            self._add_metrics()
+        self._chooser.on_value_change(self.refresh)
         self._choose(query.getlist("run"))
-        keep_fresh(self.refresh, _REFRESH_SECONDS)
 
     def _add_runs(self) -> None:
         with ui.element("div").classes("row-of finder"):
@@ -120,7 +121,6 @@ class CurvesPage:
             on_select=self.draw,
         )
         self._table.add_slot("body-cell-name", NAME_CELL)
-        self._table.add_slot("body-cell-state", STATE_CELL)
 
     def _add_options(self, options: CurveOptions) -> None:
         with ui.element("div").classes("row-of options"):
@@ -170,17 +170,18 @@ class CurvesPage:
         smoothing = round(float(self._smoothing.value), 2)
         return CurveOptions(axis=self._axis.value, smoothing=smoothing, **switches)
 
+    def update(self) -> None:
+        """Read what the page shows."""
+        metrics = bool(self._chooser.value) or not set(self._metrics) <= {SCORE, EVALUATION}
+        self._runs.update(*self._chosen, metrics=metrics)
+
     def refresh(self) -> None:
         """Show what has changed."""
-        chosen = self._chosen
-        lists = self._chooser is None or bool(self._chooser.value)
-        needs_metrics = lists or not set(self._metrics) <= {SCORE, EVALUATION}
-        self._runs.attend("metrics" if needs_metrics else "scores", *(run.name for run in chosen))
         rows = [run.row for run in self._runs.all()]
         set_rows(self._table, [row.to_dict() for row in rows])
         running = sum(row.running for row in rows)
         self._count.text = f"{len(rows)} runs" + (f", {running} running" if running else "")
-        if lists and chosen:
+        if self._chooser.value and (chosen := self._chosen):
             self._list_metrics(chosen)
         self.draw()
 
@@ -211,8 +212,7 @@ class CurvesPage:
     def draw(self) -> None:
         """Draw the chosen runs and metrics, if something has changed."""
         chosen, options = self._chosen, self._options
-        versions = [(run.name, run.version(m)) for run in chosen for m in self._metrics]
-        drawn = (versions, tuple(self._metrics), options)
+        drawn = ([(run.name, run.version) for run in chosen], tuple(self._metrics), options)
         if drawn == self._drawn:
             return
         self._drawn = drawn
@@ -251,8 +251,8 @@ class CurvesPage:
         dialog.open()
 
 
-def _closed(title: str) -> ui.expansion:
-    return ui.expansion(title).classes("card closed")
+def _fold(title: str, *, is_open: bool) -> ui.expansion:
+    return ui.expansion(title, value=is_open).classes("card fold")
 
 
 _explain = lru_cache(4096)(explain)
@@ -269,6 +269,8 @@ def meaning(metric: str) -> str:
 def _metric_row(name: str, run: Run) -> dict[str, Any]:
     """A row of the table of metrics, with the newest value of a run."""
     value = run.row.score if name == SCORE else run.newest(name)
+    if name == EVALUATION and (means := run.points(EVALUATION)) is not None:
+        value = float(means[-1, 1])
     shown = "not finite" if name in run.metrics.newest else ""
     shown = shown if value is None else readable(float(f"{value:.4g}"))
     entry = _explain(name)

@@ -12,17 +12,18 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from nicegui import app, run, ui
+from nicegui import app, ui
+from nicegui import run as threads
 from nicegui.events import KeyEventArguments
 
-from dreamfleet.dream.host import DreamClosedError, DreamHost
+from dreamfleet.dream.session import FRESH
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.view.charts import COLORS, Chart
-from dreamfleet.view.frame import RunPage, card, draw, with_hint
+from dreamfleet.view.dream_host import DreamClosedError, DreamHost
+from dreamfleet.view.frame import Refresh, card, draw, with_hint
 from dreamfleet.view.records_page import checkpoint_rows
+from dreamfleet.view.runs import Run
 
-FRESH = -1
-"""The start from a fresh episode of the environment."""
 _MAX_CONTROLS, _MAX_CHOICES = 32, 64
 _DRAW_SECONDS = 0.2
 """Between two drawings of the curves while the dream plays; all frames are shown."""
@@ -66,41 +67,40 @@ def keys_of(names: Sequence[str], count: int) -> dict[str, int]:
     return keys
 
 
-def first_start(about: dict[str, Any]) -> int | None:
-    """The default start: a fresh episode, or else the newest complete one that is stored."""
-    if about["real"]:
-        return FRESH
-    episodes: list[dict[str, Any]] = about["episodes"]
-    complete = (n for n, each in enumerate(episodes) if each["begins"] and each["ends"])
-    return next(complete, 0 if episodes else None)
+def build_dream(run: Run) -> Refresh:
+    """What a world model imagines, one action at a time, beside the real environment."""
+    return DreamPage(run).offer_checkpoints
 
 
-def steps_to_observe(length: int) -> int:
-    """Of a stored episode: enough to see what moves, with most of it left to play."""
-    return max(1, min(5, length // 4))
-
-
-class DreamPage(RunPage):
+class DreamPage:
     """One viewer's page, with a dream of its own."""
 
-    path, seconds = "dream", 5.0
-
-    def build(self) -> None:
-        self._viewer = uuid.uuid4().hex
+    def __init__(self, run: Run) -> None:
+        self._run, self._viewer = run, uuid.uuid4().hex
         self._about: dict[str, Any] = {}
         self._scene: dict[str, Any] = {}
         self._opened = ""
-        self._action: dict[str, list[float]] = {}
+        self._values: list[float] = []  # your action, a number for each control
+        self._keyed, self._lowest = 0, 0.0  # the first control with choices, and its first choice
         self._keys: dict[str, int] = {}
-        self._buttons: list[ui.button] = []  # of the first discrete action
+        self._buttons: list[ui.button] = []
         self._sliders: list[ui.slider] = []
         self._charts: dict[str, ui.echart] = {}
         self._lock = asyncio.Lock()
         self._drawn = 0.0
-        ui.context.client.on_delete(lambda: run.io_bound(_host.close, self._viewer))
+        ui.context.client.on_delete(lambda: threads.io_bound(_host.close, self._viewer))
         ui.add_body_html(_KEYS_GO_TO_THE_GAME)
         with card("Dream", "what the world model imagines, one action at a time"):
-            self._add_start()
+            with ui.element("div").classes("row-of"):
+                self._checkpoint = ui.select({}, label="checkpoint", on_change=self._open)
+                self._start_from = ui.select({}, label="start from", on_change=self._choose_start)
+                self._observe = ui.number("steps to observe", value=1, min=1, precision=0)
+                self._seed = ui.number("seed", value=0, min=0, precision=0)
+                for field in (self._checkpoint, self._start_from, self._observe, self._seed):
+                    kind = "medium" if isinstance(field, ui.select) else "narrow"
+                    field.props("outlined dense options-dense").classes(kind)
+                _button("Start", self._start).classes("chosen")
+            self._said = ui.label("The run has no checkpoint yet.").classes("muted small")
         with ui.element("div").classes("stack") as self._stage:
             self._add_stage()
         self._stage.visible = False
@@ -108,43 +108,21 @@ class DreamPage(RunPage):
         self._timer = ui.timer(0.1, self._tick, active=False)
         icons = {True: "pause", False: "play_arrow"}
         self._play.bind_icon_from(self._timer, "active", lambda plays: icons[plays])
-        ui.timer(0, self._open, once=True)
-        ui.timer(60.0, lambda: run.io_bound(_host.close_idle))
+        ui.timer(60.0, lambda: threads.io_bound(_host.close_idle))
 
-    def _checkpoints(self) -> dict[str, str]:
-        """Checkpoints of the run and their titles, the newest first."""
-        return {
+    def offer_checkpoints(self) -> None:
+        """Offer the checkpoints that are stored now, the newest first, and the one in memory."""
+        names = {
             row["name"]: f"step {row['step']:,}"
             + ("" if row["score"] is None else f", score {row['score']:.4g}")
             for row in checkpoint_rows(self._run)
             if "step" in row
         }
-
-    def refresh(self) -> None:
-        """Offer the checkpoints that are stored now, and the one in memory."""
-        names, offered = self._checkpoints(), dict(self._checkpoint.options)
+        offered, chosen = dict(self._checkpoint.options), self._checkpoint.value
         names |= {key: offered[key] for key in {self._opened} & offered.keys() - names.keys()}
         if names and names != offered:
-            chosen = self._checkpoint.value
-            self._checkpoint.set_options(
-                names, value=chosen if chosen in names else next(iter(names))
-            )
-
-    def _add_start(self) -> None:
-        with ui.element("div").classes("row-of"):
-            names = self._checkpoints()
-            first = next(iter(names), None)
-            self._checkpoint = ui.select(
-                names, label="checkpoint", value=first, on_change=self._open
-            )
-            self._episode = ui.select({}, label="start from", on_change=self._choose_start)
-            self._observe = ui.number("steps to observe", value=1, min=1, precision=0)
-            self._seed = ui.number("seed", value=0, min=0, precision=0)
-            for field in (self._checkpoint, self._episode, self._observe, self._seed):
-                kind = "medium" if isinstance(field, ui.select) else "narrow"
-                field.props("outlined dense options-dense").classes(kind)
-            _button("Start", self._start).classes("chosen")
-        self._said = ui.label("").classes("muted small")
+            chosen = chosen if chosen in names else next(iter(names))
+            self._checkpoint.set_options(names, value=chosen)
 
     def _add_stage(self) -> None:
         with ui.element("div").classes("stage"):
@@ -183,82 +161,71 @@ class DreamPage(RunPage):
         """Buttons and sliders for the actions of the task."""
         self._acts.clear()
         self._buttons, self._sliders, self._keys = [], [], {}
-        spaces: list[dict[str, Any]] = self._about["actions"]
-        single = len(spaces) == 1 and spaces[0]["discrete"] and spaces[0]["size"] == 1
-        self._action = {
-            each["name"]: [max(0.0, low) if each["discrete"] else 0.0 for low in each["low"]]
-            for each in spaces
-        }
+        controls: list[dict[str, Any]] = self._about["controls"]
+        self._values = [max(0.0, each["low"]) if each["choices"] else 0.0 for each in controls]
         with self._acts:
-            for space in spaces:
-                for index in range(min(space["size"], _MAX_CONTROLS)):
-                    self._add_action(space, index, self._scene["names"] if single else [])
+            for number, control in enumerate(controls[:_MAX_CONTROLS]):
+                with ui.element("div").classes(
+                    "act-choices" if control["choices"] else "act-slider"
+                ):
+                    if len(controls) > 1 or not control["choices"]:
+                        ui.label(control["name"]).classes("muted small")
+                    self._add_control(number, **control)
 
-    def _add_action(self, space: dict[str, Any], index: int, names: Sequence[str]) -> None:
-        key, low = space["name"], space["low"][index]
-        label = key if space["size"] == 1 else f"{key} {index}"
-        if not space["discrete"]:
-            with ui.element("div").classes("act-slider"):
-                ui.label(label).classes("muted small")
-                high = min(space["high"][index], 1e6)
-                slider = ui.slider(min=max(low, -1e6), max=high, step=0.01, value=0).props("label")
-                slider.on_value_change(lambda event: self._set(key, index, float(event.value)))
-                self._sliders.append(slider)
+    def _add_control(self, number: int, name: str, low: float, high: float, choices: int) -> None:
+        del name
+        if not choices:
+            slider = ui.slider(min=max(low, -1e6), max=min(high, 1e6), step=0.01, value=0)
+            slider.props("label").on_value_change(lambda event: self._set(number, event.value))
+            self._sliders.append(slider)
             return
-        count, has_keys = space["choices"][index], not self._keys
-        self._keys = self._keys or keys_of(names, count)
-        shown = {choice: _SIGNS.get(name, name) for name, choice in self._keys.items()}
-        buttons = []
-        with ui.element("div").classes("act-choices"):
-            if len(self._action) > 1 or space["size"] > 1:
-                ui.label(label).classes("muted small")
-            for choice in range(min(count, _MAX_CHOICES)):
-                name = names[choice] if choice < len(names) else str(choice)
-                with _button(name, partial(self._choose, key, index, choice + low)) as button:
-                    ui.label(shown.get(choice, "") if has_keys else "").classes("muted small")
-                buttons.append(button)
-        self._buttons = self._buttons or buttons
+        names = self._scene["names"] if len(self._values) == 1 else []
+        buttons, keys = [], keys_of(names, choices) if not self._keys else {}
+        shown = {choice: _SIGNS.get(key, key) for key, choice in keys.items()}
+        for choice in range(min(choices, _MAX_CHOICES)):
+            text = names[choice] if choice < len(names) else str(choice)
+            with _button(text, partial(self._choose, number, choice + low)) as button:
+                ui.label(shown.get(choice, "")).classes("muted small")
+            buttons.append(button)
+        if keys:
+            self._keys, self._buttons, self._keyed, self._lowest = keys, buttons, number, low
 
     # --- starting --------------------------------------------------------------------------------
 
     async def _open(self) -> None:
         """Load the chosen checkpoint, and start."""
         wanted = self._checkpoint.value
-        if wanted is None:
-            self._said.text = "The run has no checkpoint yet."
-        elif wanted not in self._checkpoints():
-            self.refresh()  # the run has removed it
-        elif wanted != self._opened:
-            self._pause()
-            self._opened, self._said.text = wanted, "Loading the world model…"
-            path = self._run.path / "ckpt" / "agent" / wanted
-            about = await self._ask(lambda: _host.open(self._viewer, path, trust=self._run.trust))
-            if about is None:
-                self._opened = ""
-                return
-            self._offer(about)
-            self._say(about["note"])
-            if self._episode.value is None:
-                self._said.text += " The run has no replay to start from."
-            else:
-                await self._start()
+        if wanted in (None, self._opened):
+            return
+        self._pause()
+        self._opened, self._said.text = wanted, "Loading the world model…"
+        path = self._run.path / "ckpt" / "agent" / wanted
+        about = await self._ask(lambda: _host.open(self._viewer, path, trust=self._run.trust))
+        if about is None:
+            self._opened = ""
+            return
+        self._offer(about)
+        self._say(about["note"])
+        if self._start_from.value is None:
+            self._said.text += " The run has no replay to start from."
+        else:
+            await self._start()
 
     def _offer(self, about: dict[str, Any]) -> None:
         """Offer the episodes that are stored now."""
         self._about = about
-        options = {number: _episode_text(each) for number, each in enumerate(about["episodes"])}
-        fresh = {FRESH: "a fresh episode"} if about["real"] else {}
-        self._episode.set_options(fresh | options, value=first_start(about))
+        options = {number: title for number, title, _ in about["starts"]}
+        self._start_from.set_options(options, value=next(iter(options), None))
 
     def _say(self, note: str) -> None:
         task, step = self._about["task"], self._about["step"]
         self._said.text = f"{task}, trained for {step:,} steps. {with_hint(note)}"
 
     def _choose_start(self) -> None:
-        chosen = self._episode.value
+        chosen = self._start_from.value
         self._observe.enabled = chosen != FRESH
-        if chosen not in (None, FRESH):
-            self._observe.value = steps_to_observe(self._about["episodes"][chosen]["length"])
+        observe = {number: steps for number, _, steps in self._about["starts"]}
+        self._observe.value = observe.get(chosen, 1)
 
     async def _start(self) -> None:
         if not self._opened:
@@ -266,12 +233,11 @@ class DreamPage(RunPage):
             return
         self._pause()
         ui.run_javascript("document.activeElement?.blur()")
-        chosen = self._episode.value
-        if chosen is None:
+        if (chosen := self._start_from.value) is None:
             return
         self._said.text = "The dream starts…"
-        episode, observe = (None, 1) if chosen == FRESH else (int(chosen), self._observe.value)
-        scene = await self._call("start", episode, int(observe or 1), int(self._seed.value or 0))
+        observe, seed = int(self._observe.value or 1), int(self._seed.value or 0)
+        scene = await self._call("start", int(chosen), observe, seed)
         if scene is None:
             why = self._said.text
             if self._opened and (about := await self._call("describe")):  # the replay has changed
@@ -280,14 +246,14 @@ class DreamPage(RunPage):
             return
         self._say(scene["note"])
         before, self._scene = self._scene.get("names"), scene
-        if before != scene["names"] or not self._action:
+        if before != scene["names"] or not self._values:
             self._add_actions()
         self._show(scene, draw=True)
 
     # --- playing ---------------------------------------------------------------------------------
 
     async def _step(self) -> None:
-        await self._do("step", self._who.value, self._action)
+        await self._do("step", self._who.value, self._values)
 
     async def _move(self, method: str, *args: Any) -> None:
         self._pause()
@@ -304,15 +270,15 @@ class DreamPage(RunPage):
         if self._scene and (scene := await self._call(method, *args)) is not None:
             self._show(scene, draw=method != "step" or not self._timer.active)
 
-    async def _choose(self, key: str, index: int, value: float) -> None:
+    async def _choose(self, number: int, value: float) -> None:
         """Choose an action; a paused dream takes one step."""
-        self._set(key, index, value)
+        self._set(number, value)
         self._who.value = "you"
         if not self._timer.active:
             await self._step()
 
-    def _set(self, key: str, index: int, value: float) -> None:
-        self._action[key] = [*self._action[key][:index], value, *self._action[key][index + 1 :]]
+    def _set(self, number: int, value: float) -> None:
+        self._values[number] = float(value)
         self._mark_actions()
 
     def _change_speed(self) -> None:
@@ -353,8 +319,7 @@ class DreamPage(RunPage):
         elif key == "Backspace":
             await self._rewind(1)
         elif key in self._keys:
-            space = self._first_discrete
-            await self._choose(space["name"], 0, self._keys[key] + space["low"][0])
+            await self._choose(self._keyed, self._keys[key] + self._lowest)
 
     async def _push(self, key: str, *, pressed: bool) -> None:
         """Move a slider to its end while an arrow is held: left and right the first slider, up and
@@ -393,19 +358,12 @@ class DreamPage(RunPage):
         if draw or time.monotonic() - self._drawn > _DRAW_SECONDS:
             self._draw(scene["curves"])
 
-    @property
-    def _first_discrete(self) -> dict[str, Any]:
-        return next(each for each in self._about["actions"] if each["discrete"])
-
     def _mark_actions(self) -> None:
         """Mark the chosen action, and those that the world model predicts to be masked."""
-        if not self._buttons:
-            return
-        space = self._first_discrete
-        chosen = int(self._action[space["name"]][0] - space["low"][0])
         allowed = self._scene.get("allowed") or [True] * len(self._buttons)
         for number, button in enumerate(self._buttons):
-            marks = {"chosen": number == chosen, "forbidden": not allowed[number]}
+            chosen = number == self._values[self._keyed] - self._lowest
+            marks = {"chosen": chosen, "forbidden": not allowed[number]}
             add, remove = (" ".join(m for m in marks if marks[m] == on) for on in (True, False))
             button.classes(add, remove=remove)
 
@@ -432,7 +390,7 @@ class DreamPage(RunPage):
         """The result of a call; on failure None, with the reason on the page."""
         async with self._lock:
             try:
-                return await run.io_bound(call)
+                return await threads.io_bound(call)
             except DreamfleetError as error:
                 self._pause()
                 self._said.text = with_hint(str(error))
@@ -454,12 +412,6 @@ def _set_frame(image: ui.element, png: bytes) -> None:
     image.visible = bool(png)
     if png:
         image.props["src"] = f"data:image/png;base64,{base64.b64encode(png).decode()}"
-
-
-def _episode_text(each: dict[str, Any]) -> str:
-    rest = "" if each["begins"] and each["ends"] else ", a part" if each["ends"] else ", not over"
-    about = f"{each['length']:,} steps, score {each['score']:.4g}{rest}"
-    return f"{about} · environment {each['stream']}"
 
 
 def _truth_text(truth: dict[str, Any]) -> str:

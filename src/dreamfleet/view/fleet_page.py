@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -13,13 +12,15 @@ from nicegui import ui
 
 from dreamfleet.fleet.record import Event, RunStatus
 from dreamfleet.formatting import clock, readable
+from dreamfleet.metrics.timing import Rate
 from dreamfleet.view.charts import GREY
-from dreamfleet.view.frame import STATE_CELL, RunPage, card, draw, set_rows, table
+from dreamfleet.view.frame import Refresh, card, draw, set_rows, table
 from dreamfleet.view.reading import finite
 from dreamfleet.view.runs import Run
 
 _MIN_WAIT_SHARE = 0.3
-_MAX_FAILURES, _MAX_SAMPLES = 50, 40
+_MAX_FAILURES = 50
+_TRAFFIC_SECONDS = 40.0
 _COLUMNS = {"env": 0, "eval": 0, "machine": 0, "replay": 2, "logger": 2}
 """Where roles are in the graph; all others are in the middle."""
 _TRAFFIC = {"env": "actor/server", "replay": "actor/replay_client", "logger": "actor/logger_client"}
@@ -32,42 +33,43 @@ _LABELS |= {"memory": "memory", "running": "running for", "restarts": "restarts"
 _LABELS |= {"error": "last error"}
 
 
-class FleetPage(RunPage):
+def build_fleet(run: Run) -> Refresh:
     """A graph and tables."""
+    charts: dict[str, ui.echart] = {}
+    traffic = {role: Rate(_TRAFFIC_SECONDS) for role in _TRAFFIC}
+    with card("Fleet"):
+        sentence, usage = ui.label(), ui.label().classes("muted small")
+        place = ui.element("div")
+        processes = table(
+            _LABELS,
+            phone=("name", "state"),
+            numbers=("pid", "cpu", "memory", "restarts"),
+            formats={"pid": "v => v"},
+        )
+    with card("Failures", "newest first"):
+        count = ui.label().classes("muted small")
+        labels = {"time": "when", "worker": "process", "error": "error"}
+        failures = table(labels, phone=labels, key="key").props("wrap-cells")
 
-    path, seconds = "fleet", 1.0
-
-    def build(self) -> None:
-        self._charts: dict[str, ui.echart] = {}
-        self._samples: deque[tuple[float, Mapping[str, Any]]] = deque(maxlen=_MAX_SAMPLES)
-        with card("Fleet"):
-            self._sentence = ui.label()
-            self._usage = ui.label().classes("muted small")
-            self._graph = ui.element("div")
-            numbers = ("pid", "cpu", "memory", "restarts")
-            self._table = table(
-                _LABELS, phone=("name", "state"), numbers=numbers, formats={"pid": "v => v"}
-            )
-            self._table.add_slot("body-cell-state", STATE_CELL)
-        with card("Failures", "newest first"):
-            self._count = ui.label().classes("muted small")
-            labels = {"time": "when", "worker": "process", "error": "error"}
-            self._failures = table(labels, phone=labels, key="key").props("wrap-cells")
-
-    def refresh(self) -> None:
-        run, status = self._run, self._run.status
-        if status is None:
+    def refresh() -> None:
+        if (status := run.status) is None:
             return
-        self._sentence.text, self._usage.text = bottleneck(run, status), usage_text(status)
+        sentence.text, usage.text = bottleneck(run, status), usage_text(status)
         rows, failed = process_rows(status, run.recently_failed), failure_rows(status.events)
-        set_rows(self._table, rows)
-        set_rows(self._failures, failed[:_MAX_FAILURES])
-        count = "1 failure" if len(failed) == 1 else f"{len(failed):,} failures"
-        self._count.text = count if failed else "No process has failed."
-        self._failures.set_visibility(bool(failed))
-        self._samples.append((time.time(), status.metrics))
-        graph = fleet_graph(rows, rates(self._samples))
-        draw(self._charts, "graph", graph, self._graph, "chart low")
+        set_rows(processes, rows)
+        for part in (place, processes):
+            part.set_visibility(bool(rows))
+        set_rows(failures, failed[:_MAX_FAILURES])
+        many = "1 failure" if len(failed) == 1 else f"{len(failed):,} failures"
+        count.text = many if failed else "No process has failed."
+        failures.set_visibility(bool(failed))
+        for role, client in _TRAFFIC.items():
+            sent = (finite(status.metrics.get(f"{client}/bytes_{way}")) for way in ("in", "out"))
+            traffic[role].add(time.monotonic(), sum(each or 0.0 for each in sent))
+        graph = fleet_graph(rows, {role: rate.value for role, rate in traffic.items()})
+        draw(charts, "graph", graph, place, "chart low")
+
+    return refresh
 
 
 def bottleneck(run: Run, status: RunStatus) -> str:
@@ -91,20 +93,6 @@ def usage_text(status: RunStatus) -> str:
     disk = float(status.metrics.get("replay/disk_bytes") or 0.0)
     text = f"{cores:.1f} cores · {readable(memory)}B of memory on this machine"
     return f"{text} · {readable(disk)}B of replay on disk" if disk else text
-
-
-def rates(samples: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, float]:
-    """Recent bytes per second between the agent and each role, from metrics at some times."""
-
-    def sent(metrics: Mapping[str, Any], client: str) -> float:
-        return sum(finite(metrics.get(f"{client}/bytes_{way}")) or 0.0 for way in ("in", "out"))
-
-    (start, first), (end, last) = samples[0], samples[-1]
-    seconds = max(end - start, 1e-3)
-    return {
-        role: max(0.0, sent(last, client) - sent(first, client)) / seconds
-        for role, client in _TRAFFIC.items()
-    }
 
 
 def process_rows(status: RunStatus, recently_failed: Collection[str]) -> list[dict[str, Any]]:

@@ -1,22 +1,24 @@
-"""What pages share: the head, the pages of a run (`RunPage`), cards, tables and charts."""
+"""What pages share: the head, the pages of a run, how they stay fresh, cards, tables and charts."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from importlib import resources
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import urlencode
 
+from nicegui import run as threads
 from nicegui import ui
 
 from dreamfleet.view.runs import Run, Runs
 
-_FIRST_REFRESH_SECONDS = 0.4
-_ATTEND_SECONDS = 3.0
+Refresh = Callable[[], object]
+"""Shows what has changed."""
 _PAGES = ("run", "curves", "fleet", "logs", "checkpoints", "configuration", "videos", "dream")
 """The paths of a run's pages; the first one is the overview."""
+_BUILD_SECONDS = 60.0
 _FILTER = (
     "(rows, words) => rows.filter(row => words.toLowerCase().split(/\\s+/).every("
     "word => Object.values(row).some(value => String(value).toLowerCase().includes(word))))"
@@ -29,6 +31,8 @@ NAME_CELL = """<q-td :props="props"><a :href="'/run?run=' + encodeURIComponent(p
  :title="props.row.name" @click.stop>{{ props.row.name }}</a></q-td>"""
 """A link to a run."""
 
+page = partial(ui.page, response_timeout=_BUILD_SECONDS)
+
 
 def add_style() -> None:
     """Add the style and the script of all pages."""
@@ -37,14 +41,14 @@ def add_style() -> None:
     ui.add_head_html(f"<script>{(files / 'script.js').read_text()}</script>", shared=True)
 
 
-def link_to(page: str, run: Run, **query: str) -> str:
+def link_to(path: str, run: Run, **query: str) -> str:
     """The address of a page of a run."""
-    return f"/{page}?{urlencode({'run': run.name, **query})}"
+    return f"/{path}?{urlencode({'run': run.name, **query})}"
 
 
 @contextmanager
-def frame(runs: Runs, run: Run | None = None, page: str = "") -> Iterator[None]:
-    """A page: the head, then what the block adds."""
+def frame(runs: Runs, run: Run | None = None, path: str = "") -> Iterator[Refresh]:
+    """A page: the head, then what the block adds. Gives what refreshes its head."""
     ui.page_title(f"{run.name} · dreamfleet" if run else "dreamfleet")
     with ui.element("header").classes("head"):
         ui.link("", "/").classes("mark").props('aria-label="all runs"')
@@ -58,32 +62,69 @@ def frame(runs: Runs, run: Run | None = None, page: str = "") -> Iterator[None]:
         shade.on("click", js_handler="() => dreamfleet.shade()")
     if run is not None:
         with ui.element("nav").classes("pages"):
-            for path in _PAGES:
-                link = ui.link("Overview" if path == "run" else path.title(), link_to(path, run))
-                if path == page:
+            for each in _PAGES:
+                link = ui.link("Overview" if each == "run" else each.title(), link_to(each, run))
+                if each == path:
                     link.classes("here").props('aria-current="page"')
     with ui.element("main").classes("body"):
-        if run is not None:
-            _add_alert(run)
-            keep_fresh(lambda: runs.attend("live", run.name), _ATTEND_SECONDS)
-        yield
+        banner = ui.label().classes("alert").props("role=alert")
+        yield partial(_show_alert, banner, run)
 
 
-def _add_alert(run: Run) -> None:
-    """A banner for a failed process, a loss that is not finite, or a stall."""
-    banner = ui.label().classes("alert").props("role=alert")
-
-    def refresh() -> None:
-        failed = ", ".join(sorted(run.recently_failed))
-        show(banner, run.row.alert or (f"{failed} failed, and is restarted." if failed else ""))
-
-    keep_fresh(refresh, 1.0)
+def _show_alert(banner: ui.label, run: Run | None) -> None:
+    """Show a failed process, a loss that is not finite, or a stall."""
+    failed = ", ".join(sorted(run.recently_failed)) if run else ""
+    alert = run.row.alert if run else ""
+    show(banner, alert or (f"{failed} failed, and is restarted." if failed else ""))
 
 
 def show(label: ui.label, text: str) -> None:
     """Show a text, or hide an empty one."""
     label.text = text
     label.set_visibility(bool(text))
+
+
+async def keep_fresh(update: Callable[[], object], *refresh: Refresh, seconds: float) -> None:
+    """Read, in a thread, and show what has changed, now and every few seconds."""
+    client = ui.context.client
+
+    async def turn() -> None:
+        await threads.io_bound(update)
+        for each in () if client.is_deleted else refresh:
+            each()
+
+    await turn()
+    ui.timer(seconds, turn, immediate=False)
+
+
+def add_run_page(
+    runs: Runs, path: str, build: Callable[[Run], Refresh], seconds: float = 2.0
+) -> None:
+    """Add a page about a run, which is refreshed every few seconds."""
+
+    @page(f"/{path}")
+    async def _(run: str = "") -> None:
+        await show_run(runs, run, path, build, seconds)
+
+
+async def show_run(
+    runs: Runs, name: str, path: str, build: Callable[[Run], Refresh], seconds: float = 2.0
+) -> None:
+    """Show a page about a run; if it is missing, the page says so."""
+    if (run := find_run(runs, name)) is not None:
+        with frame(runs, run, path) as head:
+            refresh = build(run)
+        update = partial(runs.update, run, metrics=True, live=True)
+        await keep_fresh(update, head, refresh, seconds=seconds)
+
+
+def find_run(runs: Runs, name: str) -> Run | None:
+    """The run of a page; if it is missing, the page says so."""
+    run = runs.find(name) if name else next(iter(runs.all()), None) if runs.single else None
+    if run is None:
+        with frame(runs), card("No such run"):
+            ui.label(f"This folder holds no run {name!r}.").classes("muted")
+    return run
 
 
 @contextmanager
@@ -97,52 +138,6 @@ def card(
                 (ui.link(title, link) if link else ui.label(title)).classes("card-title")
                 ui.label(note).classes("muted small")
         yield box
-
-
-def keep_fresh(refresh: Callable[[], object], seconds: float) -> None:
-    """Refresh now, once more when the runs have been read, and then every few seconds."""
-    refresh()
-    ui.timer(_FIRST_REFRESH_SECONDS, refresh, once=True, immediate=False)
-    ui.timer(seconds, refresh, immediate=False)
-
-
-class RunPage(ABC):
-    """A page about a run, for one viewer."""
-
-    path: ClassVar[str]
-    seconds: ClassVar[float] = 3.0
-    """Between two refreshes."""
-
-    def __init__(self, runs: Runs, run: Run) -> None:
-        self._run = run
-        with frame(runs, run, self.path):
-            self.build()
-        keep_fresh(self.refresh, self.seconds)
-
-    @classmethod
-    def add(cls, runs: Runs) -> None:
-        """Add the page to the server."""
-
-        @ui.page(f"/{cls.path}")
-        def page(run: str = "") -> None:
-            if (found := find_run(runs, run)) is not None:
-                cls(runs, found)
-
-    @abstractmethod
-    def build(self) -> None:
-        """Add the elements of the page."""
-
-    def refresh(self) -> None:  # noqa: B027 - a page need not change
-        """Show what has changed."""
-
-
-def find_run(runs: Runs, name: str) -> Run | None:
-    """The run of a page; if it is missing, the page says so."""
-    run = runs.find(name) if name else next(iter(runs.all()), None) if runs.single else None
-    if run is None:
-        with frame(runs), card("No such run"):
-            ui.label(f"This folder holds no run {name!r}.").classes("muted")
-    return run
 
 
 def draw(
@@ -162,9 +157,7 @@ def draw(
         charts[name].update()
 
 
-def search_box(
-    hint: str, changed: Callable[[], object] | None = None, label: str = "search"
-) -> ui.input:
+def search_box(hint: str, changed: Refresh | None = None, label: str = "search") -> ui.input:
     """A field for words to search."""
     box = ui.input(placeholder=hint, on_change=changed).classes("search")
     return box.props(f'outlined dense clearable debounce="200" aria-label="{label}"')
@@ -180,7 +173,7 @@ def table(
     search: ui.input | None = None,
     **more: Any,
 ) -> ui.table:
-    """A table that sorts by any column.
+    """A table that sorts by any column. A column `state` is shown with its colour.
 
     Args:
         labels: Titles of the columns by name.
@@ -210,6 +203,7 @@ def table(
     made.classes("runs").props(
         'flat dense virtual-scroll :rows-per-page-options="[0]" binary-state-sort hide-bottom'
     )
+    made.add_slot("body-cell-state", STATE_CELL)
     if search is not None:
         made.props[":filter-method"] = _FILTER
         made.bind_filter_from(search, "value", lambda words: words or "")

@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from dreamfleet.metrics.outputs.jsonl import JsonlTail, decode_rows, last_lines
 from dreamfleet.roles.logger import RECENT_EPISODES
 
 Floats = NDArray[np.float64]
@@ -28,8 +29,7 @@ MAX_READ_BYTES = 2 << 20
 MAX_POINTS = 2048
 """Per metric."""
 _MAX_METRICS, _MAX_NAME, _MAX_TEXT = 4000, 200, 500
-_DAMAGED = (msgspec.MsgspecError, ValueError, RecursionError)
-_ROWS = msgspec.json.Decoder(dict[str, Any])
+_MIN_PAUSE_SECONDS, _PAUSE_FACTOR = 900.0, 20.0
 
 
 @contextmanager
@@ -55,16 +55,13 @@ def list_inside(folder: Path, *names: str) -> list[str]:
         return []
 
 
-def read_tail(folder: Path, *names: str, max_bytes: int) -> tuple[bytes, int]:
-    """The last complete lines of a file, and its size; empty if it cannot be read."""
+def read_tail(folder: Path, *names: str, max_bytes: int) -> bytes:
+    """The last lines of a file; empty if it cannot be read."""
     try:
         with open_inside(folder, *names) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - max_bytes))
-            block = file.read(max_bytes)
+            return last_lines(file, max_bytes)
     except OSError:
-        return b"", 0
-    return (block if size <= max_bytes else block.partition(b"\n")[2]), size
+        return b""
 
 
 @contextmanager
@@ -98,12 +95,12 @@ class Column:
         self.rows += len(rows)
         self._rest += rows
         if whole := len(self._rest) // self._width * self._width:
-            joined = _join(_columns(self._rest[:whole]), self._width)
+            joined = _join(_points(self._rest[:whole]), np.arange(0, whole, self._width))
             del self._rest[:whole]
             self._points = np.concatenate([self._points, joined])
         while len(self._points) >= MAX_POINTS:
             even = len(self._points) // 2 * 2
-            joined = _join(self._points[:even], 2)
+            joined = _join(self._points[:even], np.arange(0, even, 2))
             self._points = np.concatenate([joined, self._points[even:]])
             self._width *= 2
 
@@ -112,19 +109,27 @@ class Column:
         """Step, mean, minimum and maximum of each point."""
         if not self._rest:
             return self._points
-        return np.concatenate([self._points, _join(_columns(self._rest), len(self._rest))])
+        return np.concatenate([self._points, _join(_points(self._rest), np.zeros(1, int))])
 
 
-def _columns(rows: list[tuple[float, float]]) -> Floats:
+def _points(rows: list[tuple[float, float]]) -> Floats:
     return np.array(rows)[:, [0, 1, 1, 1]]
 
 
-def _join(points: Floats, width: int) -> Floats:
-    """Join each `width` consecutive points into one."""
-    groups = points.reshape(-1, width, 4)
-    return np.stack(
-        [groups[:, -1, 0], groups[..., 1].mean(1), groups[..., 2].min(1), groups[..., 3].max(1)], 1
-    )
+def _join(points: Floats, starts: NDArray[np.intp]) -> Floats:
+    """Join the points from each start to the next into one."""
+    ends = np.append(starts[1:], len(points))
+    step, mean, low, high = points.T
+    mean = np.add.reduceat(mean, starts) / (ends - starts)
+    edges = np.minimum.reduceat(low, starts), np.maximum.reduceat(high, starts)
+    return np.stack([step[ends - 1], mean, *edges], 1)
+
+
+def thinned(points: Floats, count: int) -> Floats:
+    """At most `count` points."""
+    if len(points) <= count:
+        return points
+    return _join(points, np.linspace(0, len(points), count, endpoint=False).astype(int))
 
 
 class MetricsFile:
@@ -132,15 +137,12 @@ class MetricsFile:
     once. Rows without a number under each key of `needed` are left out."""
 
     def __init__(self, folder: Path, name: str, *needed: str) -> None:
-        self._folder, self._name, self._needed = folder, name, ("step", *needed)
-        self._inode = 0
-        self.behind = False
-        """Whether there is more to read."""
+        self._needed = ("step", *needed)
+        self._tail = JsonlTail(folder / name, opener=partial(open_inside, folder, name))
         self._clear()
 
     def _clear(self) -> None:
-        """Start again: the file was replaced or truncated."""
-        self._offset = self.rows = 0
+        self.rows = 0
         self._names: set[str] = set()
         self.step = 0.0
         self.recent: deque[float] = deque(maxlen=RECENT_EPISODES)
@@ -150,48 +152,38 @@ class MetricsFile:
         self.newest: dict[str, float | None] = {}
         """None if the value is not finite."""
 
+    @property
+    def behind(self) -> bool:
+        """Whether there is more to read."""
+        return self._tail.behind
+
     def read(self) -> None:
         """Read what is new, at most `MAX_READ_BYTES`."""
-        added: dict[str, list[tuple[float, float]]] = {}
-        for row in decode_lines(self._new_lines()):
+        block = self._tail.block(MAX_READ_BYTES)
+        if self._tail.replaced:
+            self._clear()
+        added: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        names, newest = self._names, self.newest  # a row takes microseconds, and there are many
+        for row in decode_rows(block):
             if any(finite(row.get(name)) is None for name in self._needed):
                 continue
             self.rows += 1
             step = self.step = float(row["step"])
             self.recent.append(float(row[self._needed[-1]]))
             for name, value in row.items():
-                if not self._keeps(name):
+                if name not in names and not self._keeps(name):
                     continue
                 if isinstance(value, str):
                     self.texts[name] = value[:_MAX_TEXT]
                 elif value is None or isinstance(value, (int, float)):
-                    number = self.newest[name] = finite(value)
+                    number = newest[name] = finite(value)
                     if number is not None:
-                        added.setdefault(name, []).append((step, number))
+                        added[name].append((step, number))
         for name, pairs in added.items():
             self.columns.setdefault(name, Column()).extend(pairs)
 
-    def _new_lines(self) -> bytes:
-        try:
-            with open_inside(self._folder, self._name) as file:
-                found = os.fstat(file.fileno())
-                if self._inode and (found.st_ino != self._inode or found.st_size < self._offset):
-                    self._clear()
-                self._inode = found.st_ino
-                file.seek(self._offset)
-                block = file.read(MAX_READ_BYTES) if found.st_size > self._offset else b""
-        except OSError:
-            return b""
-        self.behind = len(block) == MAX_READ_BYTES
-        end = block.rfind(b"\n") + 1
-        # A line that is longer than any line of a run is read in parts, which are damaged rows.
-        self._offset += end or len(block) * self.behind
-        return block[:end]
-
     def _keeps(self, name: str) -> bool:
-        """Bound names, so that a run cannot fill the memory with new ones."""
-        if name in self._names:
-            return True
+        """Bound new names, so that a run cannot fill the memory."""
         if name == "step" or len(name) > _MAX_NAME or len(self._names) >= _MAX_METRICS:
             return False
         self._names.add(name)
@@ -205,10 +197,6 @@ class MetricsFile:
             return None
         points = times.points
         return np.stack([points[:, 0], training_hours(points[:, 3], points[:, 0])], 1)
-
-
-_MIN_PAUSE_SECONDS = 900.0
-_PAUSE_FACTOR = 20.0
 
 
 def training_hours(time: Floats, step: Floats) -> Floats:
@@ -230,28 +218,11 @@ def training_hours(time: Floats, step: Floats) -> Floats:
 
 def finite(value: Any) -> float | None:
     """A finite number; None for everything else."""
+    if type(value) is float:
+        return value if math.isfinite(value) else None
     if not isinstance(value, (int, float)):
         return None
     try:
         return float(value) if math.isfinite(value) else None
     except OverflowError:  # an integer of hundreds of digits
         return None
-
-
-def decode_lines(block: bytes) -> list[dict[str, Any]]:
-    """The rows of a block, without damaged lines."""
-    with suppress(*_DAMAGED):
-        return _ROWS.decode_lines(block)
-    rows = []
-    for line in block.splitlines():
-        with suppress(*_DAMAGED):
-            rows.append(_ROWS.decode(line))
-    return rows
-
-
-def thinned(points: Floats, count: int) -> Floats:
-    """At most `count` rows: means of equally many consecutive ones."""
-    if len(points) <= count:
-        return points
-    edges = np.linspace(0, len(points), count + 1).astype(int)
-    return np.add.reduceat(points, edges[:-1], axis=0) / np.diff(edges)[:, None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -16,109 +15,90 @@ from dreamfleet.checkpoint import Checkpoint, CheckpointError, read_checkpoint
 from dreamfleet.config import RunConfig
 from dreamfleet.presets import PRESETS
 from dreamfleet.view.actions import add_actions, evaluate
-from dreamfleet.view.frame import RunPage, card, search_box, set_rows, table
-from dreamfleet.view.reading import finite, list_inside, read_tail
-from dreamfleet.view.runs import Run
+from dreamfleet.view.frame import Refresh, card, search_box, set_rows, table
+from dreamfleet.view.reading import list_inside, read_tail
+from dreamfleet.view.runs import Run, changed_at
 
 _TAIL_BYTES = 1 << 19
-_MAX_LINES, _MAX_LINE, _MAX_EVALUATIONS = 400, 2000, 500
-_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-_LEVEL = re.compile(rf"^\S+ \S+ ({'|'.join(_LEVELS)}) ")
-_ALL = "every process"
+_MAX_ROWS, _MAX_TEXT, _MAX_EVALUATIONS = 1000, 4000, 500
+_QUIET, _TIME = ("", "DEBUG", "INFO"), "%Y-%m-%d %H:%M:%S"
+_LINE = re.compile(r"^(\S+ \S+) (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
 _EVALUATE_CELL = """<q-td :props="props"><q-btn flat dense no-caps color="primary" label="Evaluate"
  @click="() => $parent.$emit('evaluate', props.row.name)"/></q-td>"""
 
 
-class LogsPage(RunPage):
-    """Log lines of every process, the newest last."""
+def build_logs(run: Run) -> Refresh:
+    """Log records of every process, the newest first."""
+    with card("Logs", "newest first"):
+        with ui.element("div").classes("row-of finder"):
+            search = search_box("filter: process, level, words")
+            errors = ui.switch("warnings and errors", on_change=lambda: refresh()).props("dense")
+            count = ui.label().classes("muted small")
+        labels = {"time": "time", "process": "process", "state": "level", "text": "message"}
+        shown = table(labels, phone=("process", "text"), key="key", search=search)
+        shown.classes("log").props("wrap-cells")
 
-    path, seconds = "logs", 1.5
+    def refresh() -> None:
+        rows = []
+        for name in list_inside(run.path, "logs"):
+            block = read_tail(run.path, "logs", name, max_bytes=_TAIL_BYTES)
+            changed = time.localtime(changed_at(run.path / "logs" / name) / 1e9)
+            rows += log_rows(name.removesuffix(".log"), block, time.strftime(_TIME, changed))
+        rows = [row for row in rows if row["state"] not in _QUIET or not errors.value]
+        rows.sort(key=lambda row: row["time"])
+        rows.reverse()
+        more = f", the last {_MAX_ROWS:,} are shown" if len(rows) > _MAX_ROWS else ""
+        count.text = f"{len(rows):,} records{more}"
+        set_rows(shown, rows[:_MAX_ROWS])
 
-    def build(self) -> None:
-        self._shown: object = None
-        with card():
-            with ui.element("div").classes("row-of options"):
-                self._process = ui.select([_ALL], value=_ALL, label="process")
-                self._level = ui.select(["all", *_LEVELS[1:]], value="all", label="level")
-                for choice in (self._process, self._level):
-                    choice.props("outlined dense options-dense").classes("choice")
-                    choice.on_value_change(self.refresh)
-                self._search = search_box("search", self.refresh)
-                self._count = ui.label().classes("muted small")
-            self._text = ui.html().classes("log").props('tabindex="0" aria-label="log"')
-
-    def refresh(self) -> None:
-        names = list_inside(self._run.path, "logs")
-        if self._process.options != [_ALL, *names]:
-            self._process.set_options([_ALL, *names])
-        chosen = [name for name in names if self._process.value in (_ALL, name)]
-        tails = {n: read_tail(self._run.path, "logs", n, max_bytes=_TAIL_BYTES) for n in chosen}
-        level, words = str(self._level.value), (self._search.value or "").lower()
-        shown = ({name: size for name, (_, size) in tails.items()}, level, words)
-        if shown == self._shown:
-            return
-        self._shown = shown
-        lines = [(at, name, kind, row) for name, (block, _) in tails.items()
-                 for at, kind, row in log_lines(block, level, words)]  # fmt: skip
-        if len(chosen) > 1:  # stable: a traceback stays behind its line
-            lines.sort(key=lambda line: line[0])
-        rows = [
-            f'<div class="{kind.lower()}">'
-            + (f"<b>{escape(name.removesuffix('.log'))}</b> " if len(chosen) > 1 else "")
-            + f"{escape(row)}</div>"
-            for _, name, kind, row in lines[-_MAX_LINES:]
-        ]
-        more = f", the last {_MAX_LINES} are shown" if len(lines) > _MAX_LINES else ""
-        self._count.text = f"{len(lines)} lines{more}"
-        nothing = '<div class="muted">No lines.</div>'
-        self._text.content = f"<div>{''.join(rows) or nothing}</div>"
+    return refresh
 
 
-def log_lines(block: bytes, least: str, words: str) -> list[tuple[str, str, str]]:
-    """Time, level and text of lines. A traceback takes the time and level of the line before it,
-    or is an error."""
-    at, level, found = "", "ERROR", []
-    for row in block.decode(errors="replace").splitlines():
-        if match := _LEVEL.match(row):
-            level, at = match[1], row[:23]
-        elif row.startswith(("Traceback", "Fatal Python error")):
+def log_rows(process: str, block: bytes, at: str) -> list[dict[str, Any]]:
+    """Records of a log as rows of a table. Lines without a level belong to the record before them,
+    as a traceback does; if there is none, they have this time."""
+    rows: list[dict[str, Any]] = []
+    level = ""
+    for line in block.decode(errors="replace").splitlines():
+        if match := _LINE.match(line):
+            at, level, line = match.groups()
+        elif line.startswith(("Traceback", "Fatal Python error")):
             level = "ERROR"
-        if least != "all" and _LEVELS.index(level) < _LEVELS.index(least):
-            continue
-        if words in row.lower():
-            found.append((at, level, row[:_MAX_LINE]))
-    return found
+        if rows and level and not match:
+            rows[-1] |= {"state": level, "text": f"{rows[-1]['text']}\n{line}"[:_MAX_TEXT]}
+        else:
+            about = {"key": f"{process}-{len(rows)}", "process": process, "time": at}
+            rows.append({**about, "state": level, "text": line[:_MAX_TEXT]})
+    return rows
 
 
-class CheckpointsPage(RunPage):
+def build_checkpoints(run: Run) -> Refresh:
     """Checkpoints with their scores, and evaluations."""
 
-    path = "checkpoints"
-
-    def build(self) -> None:
-        with card("Checkpoints", "the newest two, the best one, and one being evaluated"):
-            add_actions(self._run)
-            labels = {"step": "step", "score": "score", "saved": "saved", "size": "bytes"}
-            labels |= {"name": "file", "note": "", "act": ""}
-            phone = ("step", "score", "saved", "act")
-            self._table = table(labels, phone=phone, numbers=("step", "score", "size"))
-            self._table.add_slot("body-cell-act", _EVALUATE_CELL)
-            self._table.on("evaluate", self._evaluate)
-        with card("Evaluations", "during training, at its end, and on demand"):
-            labels = {"step": "step", "mean": "mean return", "error": "standard error"}
-            numbers = (*labels, "episodes")
-            more = {"episodes": "episodes", "kind": "kind", "note": ""}
-            self._evaluations = table(labels | more, phone=labels, numbers=numbers)
-
-    def refresh(self) -> None:
-        set_rows(self._table, checkpoint_rows(self._run))
-        set_rows(self._evaluations, evaluation_rows(self._run))
-
-    def _evaluate(self, event: events.GenericEventArguments) -> None:
-        names = [row["name"] for row in checkpoint_rows(self._run)]
+    def evaluate_one(event: events.GenericEventArguments) -> None:
+        names = [row["name"] for row in checkpoint_rows(run)]
         if event.args in names:  # a name from a browser is looked up, never opened
-            path = self._run.path / "ckpt" / "agent" / str(event.args)
-            ui.notify(evaluate(self._run, path))
+            ui.notify(evaluate(run, run.path / "ckpt" / "agent" / str(event.args)))
+
+    with card("Checkpoints", "the newest two, the best one, and one being evaluated"):
+        refresh_actions = add_actions(run)
+        labels = {"step": "step", "score": "score", "saved": "saved", "size": "bytes"}
+        labels |= {"name": "file", "note": "", "act": ""}
+        phone = ("step", "score", "saved", "act")
+        checkpoints = table(labels, phone=phone, numbers=("step", "score", "size"))
+        checkpoints.add_slot("body-cell-act", _EVALUATE_CELL)
+        checkpoints.on("evaluate", evaluate_one)
+    with card("Evaluations", "during training, at its end, and on demand"):
+        labels = {"step": "step", "mean": "mean return", "standard_error": "standard error"}
+        more = {"episodes": "episodes", "kind": "kind", "note": ""}
+        evaluations = table(labels | more, phone=labels, numbers=(*labels, "episodes"))
+
+    def refresh() -> None:
+        refresh_actions()
+        set_rows(checkpoints, checkpoint_rows(run))
+        set_rows(evaluations, evaluation_rows(run))
+
+    return refresh
 
 
 def checkpoint_rows(run: Run) -> list[dict[str, Any]]:
@@ -148,32 +128,23 @@ def evaluation_rows(run: Run) -> list[dict[str, Any]]:
     rows = []
     for number, each in enumerate(run.evaluations()):
         row: dict[str, Any] = {"name": str(number), "kind": str(each.get("kind", ""))}
-        keys = {"step": "step", "mean": "mean", "error": "standard_error", "episodes": "episodes"}
-        row |= {name: finite(each.get(key)) for name, key in keys.items()}
+        row |= {name: each[name] for name in ("step", "mean", "standard_error", "episodes")}
         row["note"] = "interrupted" if each.get("partial") else str(each.get("error") or "")
-        rows += [row] if None not in (row["step"], row["mean"]) else []
+        rows.append(row)
     return rows[: -_MAX_EVALUATIONS - 1 : -1]
 
 
-class ConfigurationPage(RunPage):
+def build_configuration(run: Run) -> Refresh:
     """All settings; those that differ from the closest preset come first."""
-
-    path = "configuration"
-
-    def build(self) -> None:
-        config = self._run.config
-        if config is None:
-            with card("The configuration cannot be read"):
-                ui.label(self._run.row.alert).classes("muted")
-            return
-        name = self._run.row.preset.partition(" ")[0]
-        theirs = PRESETS[name].flat() if name in PRESETS else {}
-        with card("Configuration", f"compared with the preset {name}; differences come first"):
-            search = search_box("search names, values and meanings").classes("finder")
-            labels = {"name": "setting", "value": "value", "preset": f"preset {name}"}
-            rows, shown = setting_rows(config, theirs), labels | {"meaning": "meaning"}
-            made = table(shown, phone=labels, rows=rows, search=search)
-            made.classes("settings").props("wrap-cells")
+    name = run.row.preset.partition(" ")[0]
+    theirs = PRESETS[name].flat() if name in PRESETS else {}
+    with card("Configuration", f"compared with the preset {name}; differences come first"):
+        search = search_box("search names, values and meanings").classes("finder")
+        labels = {"name": "setting", "value": "value", "preset": f"preset {name}"}
+        settings = table(labels | {"meaning": "meaning"}, phone=labels, search=search)
+        settings.classes("settings").props("wrap-cells")
+    # The banner says why a configuration cannot be read.
+    return lambda: set_rows(settings, setting_rows(run.config, theirs) if run.config else [])
 
 
 def setting_rows(config: RunConfig, preset: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -1,21 +1,23 @@
 """The runs of a folder, and what each is doing.
 
-One thread reads files for all open pages, and only while a page is open.
+Open pages have them read, in threads. Each part of a file is read once for all pages.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,6 +27,7 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.files import atomic_write
 from dreamfleet.fleet.record import (
     FILE_NAME,
+    UNDER_WAY,
     FleetRecord,
     RunStatus,
     read_record,
@@ -32,8 +35,10 @@ from dreamfleet.fleet.record import (
 )
 from dreamfleet.fleet.status import Watcher
 from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS_FILE
+from dreamfleet.metrics.outputs.jsonl import DAMAGED, decode_rows
+from dreamfleet.plotting import evaluation_means
 from dreamfleet.presets import PRESETS
-from dreamfleet.view.reading import Floats, MetricsFile, decode_lines, finite, read_tail
+from dreamfleet.view.reading import Floats, MetricsFile, finite, read_tail
 
 log = logging.getLogger(__name__)
 
@@ -43,16 +48,14 @@ ANNOTATIONS_FILE = "annotations.json"
 _RUN_FILES = (CONFIG_FILE, "metrics.jsonl", "scores.jsonl", "ckpt")
 """A directory that holds one of these is a run."""
 _MAX_DEPTH, _MAX_FOLDERS = 6, 20_000
-_POLL_SECONDS = 1.0
-_TABLE_SECONDS = 3.0
-_ATTENTION_SECONDS = 10.0
+_POLL_SECONDS, _TABLE_SECONDS = 0.8, 3.0
+_UPDATE_SECONDS = 1.0
+"""After which the next update reads on."""
+_SHOWN_SECONDS = 10.0
 _RECENT_SECONDS = 10.0
 _FIRST_PATIENCE, _PATIENCE = 0.5, 0.05
 _TAIL_BYTES, _MAX_EVALUATIONS_BYTES = 1 << 14, 1 << 20
 _LOSS = re.compile(r"train/loss(/.+)?")
-
-Level = Literal["scores", "metrics", "live"]
-"""What an open page needs of a run, beside its row in the table."""
 
 
 class Annotations(msgspec.Struct, frozen=True):
@@ -87,7 +90,7 @@ class Row:
 
     @property
     def running(self) -> bool:
-        return self.state in ("running", "ending", "evaluating")
+        return self.state in UNDER_WAY
 
     def to_dict(self) -> dict[str, Any]:
         """For a table in a browser."""
@@ -105,7 +108,11 @@ class Run:
         self.status: RunStatus | None = None
         self.lock = threading.Lock()
         """Held while files are read."""
+        self._polling = threading.Lock()
+        self.shown = self._polled = -math.inf
+        """When a page last showed more of it than its row."""
         self._signature: tuple[int, ...] = ()
+        self._evaluations: tuple[int, list[dict[str, Any]]] = 0, []
         self._watcher: Watcher | None = None
         self.scores = MetricsFile(path, "scores.jsonl", SCORE)
         self.metrics = MetricsFile(path, "metrics.jsonl")
@@ -118,7 +125,7 @@ class Run:
     def refresh(self) -> None:
         """Read what has changed in its files."""
         files = (CONFIG_FILE, FILE_NAME, "scores.jsonl", "metrics.jsonl", ANNOTATIONS_FILE)
-        written = tuple(_written(self.path / name) for name in files)
+        written = tuple(changed_at(self.path / name) for name in files)
         self.read(metrics=False)
         before, self._signature = self._signature, (*written, self.scores.rows)
         if self._signature == before and not self._row.running:
@@ -126,12 +133,12 @@ class Run:
         changed = max(written) / 1e9
         try:
             if self.config is None or before[:1] != written[:1]:
-                self.config = None
                 if (self.path / CONFIG_FILE).is_symlink():
                     raise ConfigError(f"{CONFIG_FILE} is a link, and links are not followed.")
                 self.config = read_config(self.path)
             self._row = self._make_row(self.config, changed)
         except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
+            self.config = None
             self._row = Row(self.name, alert=str(error), changed=changed)
 
     def _make_row(self, config: RunConfig, changed: float) -> Row:
@@ -160,14 +167,14 @@ class Run:
         )
 
     def _tail(self, name: str, max_bytes: int = _TAIL_BYTES) -> list[dict[str, Any]]:
-        return decode_lines(read_tail(self.path, name, max_bytes=max_bytes)[0])
+        return decode_rows(read_tail(self.path, name, max_bytes=max_bytes))
 
     def annotations(self) -> Annotations:
         """The note and tags; empty if there are none, or the file is damaged."""
-        content, _ = read_tail(self.path, ANNOTATIONS_FILE, max_bytes=_TAIL_BYTES)
+        content = read_tail(self.path, ANNOTATIONS_FILE, max_bytes=_TAIL_BYTES)
         try:
             return msgspec.json.decode(content, type=Annotations)
-        except (msgspec.MsgspecError, ValueError, RecursionError):
+        except DAMAGED:
             return Annotations()
 
     def annotate(self, note: str, tags: Sequence[str]) -> None:
@@ -184,14 +191,13 @@ class Run:
     def poll(self) -> None:
         """Ask the run what it is doing. It has longer to answer the first time, so that no run
         seems to stall before it could answer."""
-        if self.config is None:
-            return
-        patience = _PATIENCE if self._watcher else _FIRST_PATIENCE
-        self._watcher = self._watcher or Watcher(self.path)
-        try:
+        with self._polling:
+            if self.config is None or time.monotonic() - self._polled < _POLL_SECONDS:
+                return
+            patience = _PATIENCE if self._watcher else _FIRST_PATIENCE
+            self._watcher = self._watcher or Watcher(self.path)
             self.status = self._watcher.look(patience)
-        except Exception as error:  # one run must not hide the others
-            log.debug("Cannot read %s: %s", self.path, error)
+            self._polled = time.monotonic()
 
     def read(self, *, metrics: bool) -> bool:
         """Read what is new in its files; returns whether there is more."""
@@ -211,32 +217,27 @@ class Run:
     def points(self, metric: str) -> Floats | None:
         """Step, mean, minimum and maximum of a metric; None if the run has not logged it."""
         if metric == EVALUATION:
-            return self._evaluation_points()
+            means = evaluation_means(self.evaluations())
+            return means[:, [0, 1, 1, 1]] if len(means) else None
         with self.lock:
             file = self.scores if metric == SCORE else self.metrics
             column = file.columns.get(metric)
             return column.points if column else None
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Rows of its evaluations, in order."""
-        return self._tail(EVALUATIONS_FILE, _MAX_EVALUATIONS_BYTES)
+        """Its evaluations that have a step and a mean, in order."""
+        if (written := self.version[-1]) != self._evaluations[0]:
+            rows = self._tail(EVALUATIONS_FILE, _MAX_EVALUATIONS_BYTES)
+            numbers = ("step", "mean", "standard_error", "episodes")
+            found = [row | {name: finite(row.get(name)) for name in numbers} for row in rows]
+            kept = [row for row in found if None not in (row["step"], row["mean"])]
+            self._evaluations = written, kept
+        return self._evaluations[1]
 
-    def _evaluation_points(self) -> Floats | None:
-        """At each step the evaluation with the most episodes counts, as in `dreamfleet plot`."""
-        best: dict[float, tuple[float, float]] = {}
-        for row in self.evaluations():
-            step, mean = finite(row.get("step")), finite(row.get("mean"))
-            episodes = finite(row.get("episodes")) or 0.0
-            if step is not None and mean is not None and episodes >= best.get(step, (0.0,))[0]:
-                best[step] = episodes, mean
-        rows = [(step, mean, mean, mean) for step, (_, mean) in sorted(best.items())]
-        return np.array(rows) if rows else None
-
-    def version(self, metric: str) -> object:
+    @property
+    def version(self) -> tuple[int, ...]:
         """Changes when the points of a metric may have changed."""
-        if metric == EVALUATION:
-            return _written(self.path / EVALUATIONS_FILE)
-        return self.scores.rows if metric == SCORE else self.metrics.rows
+        return self.scores.rows, self.metrics.rows, changed_at(self.path / EVALUATIONS_FILE)
 
     def newest(self, metric: str) -> float | None:
         """The newest value: what the logger reports, or else what the file holds."""
@@ -245,8 +246,9 @@ class Run:
 
     def forget(self) -> None:
         """Free the memory of a run that no page shows."""
-        self._watcher = self.status = None
-        with self.lock:
+        with self._polling, self.lock:
+            self._watcher = self.status = None
+            self.shown = self._polled = -math.inf
             self.metrics = MetricsFile(self.path, "metrics.jsonl")
 
 
@@ -257,22 +259,8 @@ class Runs:
         self.root, self._trust = root.resolve(), trust
         self._runs: dict[str, Run] = {}
         self._lock = threading.Lock()
-        self._attended: dict[tuple[Level, str], float] = {}
-        self._refreshed = 0.0
-        self._wake, self._ended = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="view", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._scan()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._wake.set()
-        self._thread.join()
-        for run in self._runs.values():
-            run.forget()
+        self._scanned = -math.inf
+        self.update()
 
     @property
     def single(self) -> bool:
@@ -287,66 +275,48 @@ class Runs:
         """The run of this name, which is its path below the folder."""
         return self._runs.get(name)
 
-    def attend(self, level: Level, *names: str) -> None:
-        """An open page shows the table and these runs; they are kept fresh for some seconds."""
-        attended = dict.fromkeys(((level, name) for name in ("", *names)), time.monotonic())
-        with self._lock:
-            new = attended.keys() - self._attended.keys()
-            self._attended.update(attended)
-        if new:
-            self._wake.set()
-
-    def _loop(self) -> None:
-        while not self._ended.is_set():
-            self._wake.clear()
-            seconds: float | None
-            try:
-                seconds = self._turn()
-            except Exception:  # what cannot be read must not end the server
-                log.exception("Reading the runs failed")
-                seconds = _POLL_SECONDS
-            self._wake.wait(seconds)
-
-    def _turn(self) -> float | None:
-        """Read everything that open pages show; returns the seconds until the next turn, or None if
-        no page is open."""
+    def update(self, *shown: Run, metrics: bool = False, live: bool = False) -> None:
+        """Read what an open page shows, from any thread: the table, scores of some runs, and
+        perhaps their metrics and what they are doing."""
         start = time.monotonic()
+        for run in shown:
+            run.shown = start
         with self._lock:
-            before = self._attended
-            recent = {k: at for k, at in before.items() if start - at < _ATTENTION_SECONDS}
-            self._attended = recent.copy()  # pages add to it in their own thread
-        for name in {name for _, name in before} - {name for _, name in recent} - {""}:
-            if name in self._runs:
-                self._runs[name].forget()
-        if not recent:
-            return None
-        behind = False
-        for level, name in recent:
-            if (shown := self._runs.get(name)) is None:
-                continue
-            if level == "live":
-                shown.refresh()
-                shown.poll()
-            behind |= shown.read(metrics=level != "scores")
-        if start - self._refreshed > _TABLE_SECONDS:
-            self._scan()
-            for run in self._runs.values():
-                run.refresh()
-                if run.row.running and ("live", run.name) not in recent:
+            if start - self._scanned > _TABLE_SECONDS:
+                self._scan()
+                self._scanned = start
+        for run in shown:
+            if live:
+                with _logged(run):
+                    run.refresh()
                     run.poll()
-            more = any(run.scores.behind for run in self._runs.values())
-            self._refreshed, behind = (0.0 if more else start), behind or more
-        return 0.0 if behind else max(0.05, _POLL_SECONDS - (time.monotonic() - start))
+            while run.read(metrics=metrics) and time.monotonic() - start < _UPDATE_SECONDS:
+                pass
+
+    def forget(self) -> None:
+        """Free the memory of runs that no page shows any more."""
+        for run in self._runs.values():
+            if 0 < run.shown < time.monotonic() - _SHOWN_SECONDS:
+                run.forget()
 
     def _scan(self) -> None:
-        known, found = self._runs, {}
+        found = {}
         for name, path in _find(self.root):
-            found[name] = known.get(name) or Run(name, path, trust=self._trust)
-            if name not in known:
-                found[name].refresh()
+            run = found[name] = self._runs.get(name) or Run(name, path, trust=self._trust)
+            with _logged(run):
+                run.refresh()
+                if run.row.running:
+                    run.poll()
         self._runs = found  # a new dict: pages iterate over the old one in their own thread
-        for name in known.keys() - found.keys():
-            known[name].forget()
+
+
+@contextmanager
+def _logged(run: Run) -> Iterator[None]:
+    """A run that cannot be read must not hide the others."""
+    try:
+        yield
+    except Exception:
+        log.exception("Cannot read %s", run.path)
 
 
 def _find(root: Path) -> Iterator[tuple[str, Path]]:
@@ -363,7 +333,7 @@ def _find(root: Path) -> Iterator[tuple[str, Path]]:
         inner[:] = [name for name in inner if not name.startswith(".")]
 
 
-def _written(path: Path) -> int:
+def changed_at(path: Path) -> int:
     """When a file was last changed, in nanoseconds; 0 if there is none."""
     try:
         return path.lstat().st_mtime_ns

@@ -12,10 +12,11 @@ from urllib.parse import urlencode
 import msgspec
 from nicegui import ui
 
+from dreamfleet.metrics.outputs.jsonl import DAMAGED
 from dreamfleet.statistics import mean_interval
 from dreamfleet.sweep import PLAN
 from dreamfleet.view.charts import COLORS, GREY
-from dreamfleet.view.frame import STATE_CELL, card, draw, frame, keep_fresh, set_rows, table
+from dreamfleet.view.frame import card, draw, frame, keep_fresh, page, set_rows, table
 from dreamfleet.view.reading import read_tail
 from dreamfleet.view.runs import Run, Runs
 
@@ -32,8 +33,8 @@ class _File(msgspec.Struct):
 
 
 def _read(folder: Path) -> _File:
-    with suppress(msgspec.MsgspecError, ValueError, RecursionError):
-        return msgspec.json.decode(read_tail(folder, PLAN, max_bytes=_MAX_BYTES)[0], type=_File)
+    with suppress(*DAMAGED):
+        return msgspec.json.decode(read_tail(folder, PLAN, max_bytes=_MAX_BYTES), type=_File)
     return _File()
 
 
@@ -99,23 +100,21 @@ def add_links(runs: Runs) -> None:
 def add(runs: Runs) -> None:
     """Add the page of a sweep."""
 
-    @ui.page("/sweep")
-    def page(name: str = "") -> None:
+    @page("/sweep")
+    async def _(name: str = "") -> None:
         members, charts = sweeps(runs).get(name, []), dict[str, ui.echart]()
         values = _read(members[0].path.parent).values if members else {}
         settings = {f"set{n}": path for n, path in enumerate(values)}
-        with frame(runs):
+        with frame(runs) as head:
             with card(f"Sweep {name}", f"{len(members)} runs") as place:
                 compared = [("run", run.name) for run in members[:_MAX_COMPARED]]
                 ui.link("curves by setting", f"/curves?{urlencode([*compared, ('interval', 1)])}")
             with card("Trials", "the best one first"):
                 phone, numbers = (*settings, "score", "state"), (*settings, "score", "seeds")
                 trials = table(settings | _LABELS, phone=phone, numbers=numbers)
-                trials.add_slot("body-cell-state", STATE_CELL)
 
         def refresh() -> None:
-            runs.attend("scores")
             set_rows(trials, trial_rows([*values], sweeps(runs).get(name, [])))
             draw(charts, "parallel", parallel_chart(values, trials.rows), place)
 
-        keep_fresh(refresh, 3.0)
+        await keep_fresh(runs.update, head, refresh, seconds=3.0)

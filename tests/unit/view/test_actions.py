@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from view_parts import made_up_run
 
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.fleet.record import FleetRecord, write_record
+from dreamfleet.fleet.tied import tied
 from dreamfleet.roles.saver import SAVE_REQUEST, Saver
 from dreamfleet.view import actions
 from dreamfleet.view.frame import with_hint
@@ -57,10 +58,23 @@ def test_a_save_is_requested_by_a_file_that_the_learner_takes(run: Run) -> None:
     assert not Saver.asked(learner)
 
 
-def wait_for(name: str) -> None:
-    for thread in threading.enumerate():
-        if thread.name == name:
-            thread.join(120)
+def job_of(run: Run, *words: str) -> actions.Job:
+    """A job that evaluates, when it is over."""
+    log = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - closed with the job
+    job = actions.Job(run, "test", tied(words), log, stdin=subprocess.PIPE)
+    job.process.wait(120)
+    return job
+
+
+def end_of(run: Run) -> tuple[int, str]:
+    """How the last job has ended, and what it tells."""
+    job = actions.jobs_of(run)[0]
+    return job.process.wait(120), job.text
+
+
+@pytest.fixture(autouse=True)
+def no_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actions, "_jobs", [])
 
 
 def test_a_run_is_resumed_and_code_that_it_names_needs_trust(
@@ -72,8 +86,7 @@ def test_a_run_is_resumed_and_code_that_it_names_needs_trust(
     for trust, words in ((False, ["resume", str(run.path)]), (True, ["--trust"])):
         run.trust = trust
         assert actions.resume_run(run) == "The run is resumed."
-        assert actions._resumed[run.path].wait(120) == 0
-        assert actions.resume_text(run) == ""
+        assert end_of(run)[0] == 0
         assert str(words)[1:-1] in log.read_text()
         assert ("--trust" in log.read_text()) == trust
     assert actions.resume_command(run) == f"dreamfleet resume {run.path}"
@@ -87,8 +100,7 @@ def test_a_run_is_resumed_and_code_that_it_names_needs_trust(
     wait = "import sys; print('starting', flush=True); input(); sys.exit('no such task')"
     monkeypatch.setattr(actions, "_COMMAND", ("sh", "-c", f'echo | {sys.executable} -c "{wait}"'))
     actions.resume_run(run)
-    actions._resumed[run.path].wait(120)
-    assert actions.resume_text(run) == "resuming failed: no such task"
+    assert end_of(run) == (1, "resume · failed: no such task")
     write_record(run.path, FleetRecord.of_this_process())
     run.refresh()
     assert actions.resume_run(run) == "The run is running."
@@ -99,11 +111,12 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Commands of jobs, which are not started."""
     found: list[list[str]] = []
 
-    def job(run: Run, name: str, words: list[str], step: int) -> Any:
-        found.append([name, *words])
-        return SimpleNamespace(run=run, code=None)
+    def job(run: Run, name: str, words: list[str], log: Any, **options: Any) -> Any:
+        log.close()
+        found.append([name.split()[0], *words])
+        return SimpleNamespace(run=run, name=name, runs=True, process=psutil.Process())
 
-    monkeypatch.setattr(actions, "_jobs", [])
+    monkeypatch.setattr(actions, "_NICE", psutil.Process().nice())
     monkeypatch.setattr(actions, "Job", job)
     return found
 
@@ -143,13 +156,10 @@ def test_a_job_shows_its_result_or_its_error(run: Run, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
         for word, end in (
-            ("good", "step 7 · mean return 2.5 of 10 episodes"),
+            ("good", "test · mean return 2.5 of 10 episodes"),
             ("bad", "start 'dreamfleet view --trust'."),
         ):
-            job = actions.Job(run, word, ["fake_eval", word], 7)
-            wait_for(word)
-            assert job.code is not None
-            assert job.text.endswith(end)
+            assert job_of(run, "fake_eval", word).text.endswith(end)
 
 
 PAGE = """
@@ -158,7 +168,9 @@ from pathlib import Path
 from dreamfleet.view import actions
 from dreamfleet.view.runs import Run
 
-job = actions.Job(Run("a", Path(sys.argv[1])), "long", ["endless_job"], 7)
+actions.tied = lambda words, tied=actions.tied: tied(["endless_job"])
+actions.evaluate(Run("a", Path(sys.argv[1])), Path("x-step-7"))
+job = actions._jobs[0]
 print(job.process.pid, flush=True)
 sys.stdin.read()
 """
@@ -185,10 +197,8 @@ def test_files_of_the_current_directory_are_not_imported(
     for name in ("dreamfleet", "psutil", "runpy"):
         (tmp_path / f"{name}.py").write_text("open('imported', 'w'); raise SystemExit(9)")
     monkeypatch.chdir(tmp_path)
-    job = actions.Job(run, "stray", ["dreamfleet.cli", "eval", str(run.path)], 7)
-    wait_for("stray")
-    assert "checkpoint" in job.text
+    assert "checkpoint" in job_of(run, "dreamfleet.cli", "eval", str(run.path)).text
     (run.path / "config.json").write_text("{")
     actions.resume_run(run)
-    assert actions._resumed[run.path].wait(120) == 2
+    assert end_of(run)[0] == 2
     assert not (tmp_path / "imported").exists()

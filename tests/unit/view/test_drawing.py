@@ -33,7 +33,7 @@ from dreamfleet.view.charts import (
     to_csv,
 )
 from dreamfleet.view.curves_page import read_options, write_query
-from dreamfleet.view.fleet_page import failure_rows, fleet_graph, process_rows, rates, usage_text
+from dreamfleet.view.fleet_page import failure_rows, fleet_graph, process_rows, usage_text
 from dreamfleet.view.reading import training_hours
 from dreamfleet.view.runs import EVALUATION, SCORE, Run
 
@@ -307,11 +307,7 @@ def test_the_graph_has_a_node_per_role_in_the_colour_of_its_worst_state() -> Non
     assert len({tuple(node["value"]) for node in series["data"]}) == 5
 
 
-def test_traffic_is_the_mean_of_the_last_seconds() -> None:
-    first, last = ({"actor/server/bytes_in": each} for each in (3.0, 9.0))
-    assert rates([(5.0, first)])["env"] == 0.0
-    assert rates([(5.0, first), (6.0, {}), (7.0, last)])["env"] == 3.0
-    assert rates([(5.0, last), (7.0, first)])["env"] == 0.0  # it was restarted
+def test_usage_is_that_of_all_processes() -> None:
     used = status(worker("agent"), worker("env-0"))
     assert usage_text(used) == "1.0 cores · 200MB of memory on this machine"
     assert usage_text(status()) == ""

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("nicegui")
 
-from dreamfleet.view.dream_page import first_start, keys_of, steps_to_observe
+from dreamfleet.view.dream_page import keys_of
 
 
 @pytest.mark.parametrize(
@@ -32,13 +32,3 @@ def test_without_names_the_first_and_the_last_choice_are_left_and_right() -> Non
     assert keys_of([], 3)["ArrowDown"] == 1
     assert "ArrowLeft" not in keys_of([], 18)
     assert max(keys_of([], 1000).values()) == 34  # as many as there are keys
-
-
-def test_most_of_an_episode_is_left_to_play() -> None:
-    part = {"begins": True, "ends": False}
-    whole = {"begins": True, "ends": True}
-    assert first_start({"real": True, "episodes": [whole]}) == -1  # a fresh one
-    assert first_start({"real": False, "episodes": [part, whole]}) == 1
-    assert first_start({"real": False, "episodes": [part]}) == 0
-    assert first_start({"real": False, "episodes": []}) is None
-    assert [steps_to_observe(length) for length in (1, 9, 15, 500)] == [1, 2, 3, 5]

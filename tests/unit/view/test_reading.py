@@ -117,7 +117,7 @@ def test_a_run_cannot_fill_memory_with_names(
     assert max(map(len, metrics.columns)) < 20
 
 
-def test_thinned_rows_are_means() -> None:
-    table = np.arange(12, dtype=np.float64).reshape(6, 2)
-    assert thinned(table, 3).tolist() == [[1, 2], [5, 6], [9, 10]]
+def test_thinned_points_keep_extremes() -> None:
+    table = np.arange(24, dtype=np.float64).reshape(6, 4)  # step, mean, minimum, maximum
+    assert thinned(table, 3).tolist() == [[4, 3, 2, 7], [12, 11, 10, 15], [20, 19, 18, 23]]
     assert thinned(table, 10) is table

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,14 @@ from view_parts import made_up_run
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.record import Event, FleetRecord, WorkerStatus, write_record
 from dreamfleet.presets import PRESETS
+from dreamfleet.view import reading
 from dreamfleet.view import runs as runs_module
+from dreamfleet.view.records_page import log_rows
 from dreamfleet.view.runs import EVALUATION, Annotations, Row, Run, Runs, closest_preset
 
 
 def rows_of(folder: Path) -> dict[str, Row]:
-    with Runs(folder) as runs:
-        return {run.name: run.row for run in runs.all()}
+    return {run.name: run.row for run in Runs(folder).all()}
 
 
 def test_runs_are_found_below_a_folder_and_links_are_not_followed(tmp_path: Path) -> None:
@@ -49,13 +51,13 @@ def test_a_row_says_how_a_run_has_ended(tmp_path: Path) -> None:
 def test_a_folder_may_be_a_run_and_a_run_may_come_later(tmp_path: Path) -> None:
     later = tmp_path / "later"
     later.mkdir()
-    with Runs(later) as runs:
-        assert not runs.single
-        made_up_run(later / "x")
-        (later / "config.json").write_text(RunConfig(logdir=later).to_json())
-        runs._scan()
-        assert runs.single
-        assert [run.name for run in runs.all()] == ["later"]
+    runs = Runs(later)
+    assert not runs.single
+    made_up_run(later / "x")
+    (later / "config.json").write_text(RunConfig(logdir=later).to_json())
+    runs._scan()
+    assert runs.single
+    assert [run.name for run in runs.all()] == ["later"]
 
 
 @pytest.mark.parametrize(
@@ -97,19 +99,18 @@ def test_rows_may_hold_anything(tmp_path: Path, value: str) -> None:
         "annotations.json",
     ):
         (run / name).write_text(2 * line)
-    with Runs(tmp_path) as runs:
-        found = runs.find("a")
-        assert found is not None
-        assert found.row.state == "ended"
-        found.poll()
-        found.read(metrics=True)
-        assert found.status is not None
-        for file in (found.scores, found.metrics):
-            for column in file.columns.values():
-                assert np.isfinite(column.points).all()
-        evaluations = found.points(EVALUATION)
-        assert evaluations is None or np.isfinite(evaluations).all()
-        assert found.annotations() == Annotations()
+    found = Runs(tmp_path).find("a")
+    assert found is not None
+    assert found.row.state == "ended"
+    found.poll()
+    found.read(metrics=True)
+    assert found.status is not None
+    for file in (found.scores, found.metrics):
+        for column in file.columns.values():
+            assert np.isfinite(column.points).all()
+    evaluations = found.points(EVALUATION)
+    assert evaluations is None or np.isfinite(evaluations).all()
+    assert found.annotations() == Annotations()
 
 
 def test_a_configuration_that_is_a_link_is_not_read(tmp_path: Path) -> None:
@@ -212,6 +213,7 @@ def test_a_run_has_time_to_answer_and_a_rate_when_it_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs_module, "Watcher", _Looks)
+    monkeypatch.setattr(runs_module, "_POLL_SECONDS", 0.0)
     run = Run("a", made_up_run(tmp_path / "a"))
     run.refresh()
     rate = run.row.rate
@@ -246,82 +248,77 @@ def test_a_run_that_no_page_shows_frees_its_memory(
 ) -> None:
     made_up_run(tmp_path / "a")
     runs = Runs(tmp_path)
-    runs._scan()
     run = runs.find("a")
     assert run is not None
-    runs.attend("live", "a")
-    assert runs._turn() is not None
+    runs.update(run, metrics=True, live=True)
+    runs.forget()  # a page is open
     assert run.status is not None
     assert run.metrics.columns
-    monkeypatch.setattr(runs_module, "_ATTENTION_SECONDS", -1.0)
-    assert runs._turn() is None  # until a page is opened
+    monkeypatch.setattr(runs_module, "_SHOWN_SECONDS", -1.0)
+    runs.forget()
     assert run.status is None
     assert (run.scores.rows, run.metrics.columns) == (30, {})
-    run.read(metrics=True)
+    runs.update(run, metrics=True)
     assert run.metrics.rows == 20
 
 
-def test_reading_goes_on_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made_up_run(tmp_path / "a")
-    runs, turns, again = Runs(tmp_path), [], threading.Event()
-
-    def turn() -> float:
-        turns.append(1)
-        if len(turns) == 1:
-            raise RuntimeError("dictionary changed size during iteration")
-        again.set()
-        return 60.0
-
-    monkeypatch.setattr(runs, "_turn", turn)
-    monkeypatch.setattr(runs_module, "_POLL_SECONDS", 0.0)
-    with runs:
-        assert again.wait(60)
-
-
-def test_open_pages_choose_what_is_read(tmp_path: Path) -> None:
-    for name in "abc":
-        made_up_run(tmp_path / name)
-    runs = Runs(tmp_path)
-    runs._scan()
-    found = {run.name: run for run in runs.all()}
-    runs.attend("live", "a")
-    runs.attend("metrics", "b", "gone")
-    runs._turn()
-    assert [bool(found[name].metrics.rows) for name in "abc"] == [True, True, False]
-    assert [found[name].status is not None for name in "abc"] == [True, False, False]
-    for run in found.values():
-        run.forget()
-
-
-def test_a_page_may_be_opened_while_runs_are_read(
+def test_a_run_that_cannot_be_read_hides_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in "ab":
         made_up_run(tmp_path / name)
+    refresh = Run.refresh
+
+    def fail(run: Run) -> None:
+        if run.name == "a":
+            raise RuntimeError("what no file should do")
+        refresh(run)
+
+    monkeypatch.setattr(Run, "refresh", fail)
+    assert {name: row.state for name, row in rows_of(tmp_path).items()} == {
+        "a": "broken",
+        "b": "ended",
+    }
+
+
+def test_open_pages_choose_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "MAX_READ_BYTES", 100)
+    for name in "abc":
+        made_up_run(tmp_path / name)
     runs = Runs(tmp_path)
-    runs._scan()
+    a, b, c = (runs._runs[name] for name in "abc")
+    runs.update(a, metrics=True, live=True)
+    runs.update(b)
+    assert [run.metrics.rows for run in (a, b, c)] == [20, 0, 0]
+    assert [run.scores.behind for run in (a, b, c)] == [False, False, True]
+    assert [run.status is not None for run in (a, b, c)] == [True, False, False]
 
-    def read(run: Run, *, metrics: bool) -> bool:
-        runs.attend("metrics", "b")
-        return False
 
-    monkeypatch.setattr(Run, "read", read)
-    runs.attend("metrics", "a")
-    assert runs._turn() is not None
-    assert ("metrics", "b") in runs._attended
+def test_several_pages_read_a_file_once(tmp_path: Path) -> None:
+    made_up_run(tmp_path / "a", episodes=5000, rows=5000)
+    runs = Runs(tmp_path)
+    run = runs.find("a")
+    assert run is not None
+    update = partial(runs.update, run, metrics=True, live=True)
+    pages = [threading.Thread(target=update) for _ in range(8)]
+    for page in pages:
+        page.start()
+    for page in pages:
+        page.join()
+    assert (run.scores.rows, run.metrics.rows) == (5000, 5000)
 
 
 def test_pages_iterate_over_runs_while_another_one_is_found(tmp_path: Path) -> None:
     for name in "ab":
         made_up_run(tmp_path / name)
-    with Runs(tmp_path) as runs:
-        page = iter(runs._runs.values())
-        shown = [next(page).name]
-        made_up_run(tmp_path / "c")
-        runs._scan()
-        shown += [run.name for run in page]
-        assert sorted(shown) == ["a", "b"]
-        assert len(runs.all()) == 3
+    runs = Runs(tmp_path)
+    page = iter(runs._runs.values())
+    shown = [next(page).name]
+    made_up_run(tmp_path / "c")
+    runs._scan()
+    shown += [run.name for run in page]
+    assert sorted(shown) == ["a", "b"]
+    assert len(runs.all()) == 3
 
 
 @pytest.mark.parametrize("name", list(PRESETS))
@@ -333,3 +330,16 @@ def test_a_run_is_near_its_preset(name: str) -> None:
     other = closest_preset(replace(config, seed=5, task="gym:Pendulum-v1"))
     assert runs_module._settings(PRESETS[other]) == alike
     assert closest_preset(replace(config, batch_size=77, train_ratio=1.5)) == f"{found} +2"
+
+
+def test_a_traceback_belongs_to_its_record() -> None:
+    lines = b"2026-01-01 00:00:01,000 INFO x: started\n2026-01-01 00:00:02,000 WARNING x: odd\n"
+    lines += b"more\n"
+    rows = log_rows("agent", lines + b"Traceback (most recent call last):\n  here\n", "later")
+    assert [(row["time"][17:19], row["state"], row["text"]) for row in rows] == [
+        ("01", "INFO", "x: started"),
+        ("02", "ERROR", "x: odd\nmore\nTraceback (most recent call last):\n  here"),
+    ]
+    plain = log_rows("resume", b"Resuming\nTraceback:\n  there\n", "later")
+    assert [(row["time"], row["state"]) for row in plain] == [("later", "ERROR")]
+    assert [row["text"] for row in log_rows("resume", b"one\ntwo\n", "later")] == ["one", "two"]

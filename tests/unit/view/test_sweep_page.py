@@ -15,9 +15,8 @@ PATHS = ["batch_size", "agent"]
 
 def test_a_trial_is_a_setting_with_all_its_seeds(tmp_path: Path) -> None:
     made_up_sweep(tmp_path / "runs" / "deep" / "sweep")
-    with Runs(tmp_path / "runs") as runs:
-        found = sweeps(runs)
-        rows = trial_rows(PATHS, found["runs/deep/sweep"])
+    found = sweeps(Runs(tmp_path / "runs"))
+    rows = trial_rows(PATHS, found["runs/deep/sweep"])
     assert list(found) == ["runs/deep/sweep"]
     assert [(row["set0"], row["set1"], row["seeds"]) for row in rows] == [
         (8, "dreamer", 2),
@@ -32,8 +31,7 @@ def test_a_trial_is_a_setting_with_all_its_seeds(tmp_path: Path) -> None:
 
 def test_the_plot_has_an_axis_for_every_setting_and_the_score(tmp_path: Path) -> None:
     made_up_sweep(tmp_path / "sweep")
-    with Runs(tmp_path / "sweep") as runs:
-        rows = trial_rows(PATHS, sweeps(runs)["sweep"])
+    rows = trial_rows(PATHS, sweeps(Runs(tmp_path / "sweep"))["sweep"])
     rows.append({**rows[0], "score": None})  # it has not played an episode
     chart = parallel_chart({"batch_size": "Range(how='log', low=8)", "agent": "('dreamer',)"}, rows)
     axes = [(axis["name"], axis["type"]) for axis in chart["parallelAxis"]]
@@ -48,11 +46,11 @@ def test_the_plot_has_an_axis_for_every_setting_and_the_score(tmp_path: Path) ->
 def test_damaged_and_linked_files_make_no_sweep(tmp_path: Path) -> None:
     made_up_sweep(tmp_path / "runs" / "sweep")
     plan = tmp_path / "runs" / "sweep" / "sweep.json"
-    with Runs(tmp_path / "runs") as runs:
-        for content in ("{", "[]", '{"values": 3}', "[" * 100_000):
-            plan.write_text(content)
-            assert sweeps(runs) == {}
-        (tmp_path / "outside").write_text('{"values": {"seed": "1"}}')
-        plan.unlink()
-        plan.symlink_to(tmp_path / "outside")
+    runs = Runs(tmp_path / "runs")
+    for content in ("{", "[]", '{"values": 3}', "[" * 100_000):
+        plan.write_text(content)
         assert sweeps(runs) == {}
+    (tmp_path / "outside").write_text('{"values": {"seed": "1"}}')
+    plan.unlink()
+    plan.symlink_to(tmp_path / "outside")
+    assert sweeps(runs) == {}

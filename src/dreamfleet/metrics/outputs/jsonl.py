@@ -12,18 +12,22 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
+import msgspec
 import numpy as np
 
-from dreamfleet.metrics.outputs.base import EVAL_STEP, kind_of
+from dreamfleet.metrics.outputs.base import EVAL_STEP, Output, kind_of
 
 log = logging.getLogger(__name__)
 
-_TAIL, _LONG_TAIL = 1 << 16, 1 << 20
+_BLOCK_BYTES, _TAIL_BYTES = 1 << 16, 1 << 20
+_ROWS = msgspec.json.Decoder(dict[str, Any])
+DAMAGED = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What decoding a damaged line or file raises."""
 
 
 class JsonlFile:
@@ -36,12 +40,8 @@ class JsonlFile:
         self._repair()
 
     def append(self, row: Mapping[str, Any]) -> None:
-        line = json.dumps(
-            {key: _plain(value) for key, value in row.items()},
-            allow_nan=False,
-            separators=(",", ":"),
-        )
-        data = line.encode() + b"\n"
+        plain = {key: _plain(value) for key, value in row.items()}
+        data = json.dumps(plain, allow_nan=False, separators=(",", ":")).encode() + b"\n"
         written = os.write(self._fd, data)
         if written < len(data):
             # A full disk can take half a line. It is cut off again.
@@ -51,7 +51,7 @@ class JsonlFile:
     def tail(self) -> list[dict[str, Any]]:
         """The last rows, some thousands of them."""
         with self._path.open("rb") as file:
-            return last_rows(file, _LONG_TAIL)
+            return last_rows(file, _TAIL_BYTES)
 
     def last_value(self, key: str, start: str) -> str:
         """The text of a key in the last row in which it starts like this; empty if there is none.
@@ -73,10 +73,9 @@ class JsonlFile:
             self._fd = -1
 
     def _repair(self) -> None:
-        size = os.fstat(self._fd).st_size
-        keep = size
+        size = keep = os.fstat(self._fd).st_size
         while keep > 0:
-            start = max(0, keep - _TAIL)
+            start = max(0, keep - _BLOCK_BYTES)
             newline = os.pread(self._fd, keep - start, start).rfind(b"\n")
             if newline >= 0:
                 keep = start + newline + 1
@@ -103,56 +102,91 @@ def read_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
-            rows = list(_row(line))
+            rows = decode_rows(line)
             yield from rows
             if not rows:
                 log.warning("%s line %d is damaged and was skipped", path, number)
 
 
 class JsonlTail:
-    """Rows of a file that grows; each is read once, when its line is complete."""
+    """Complete lines of a file that grows; each is read once. A file that was replaced or truncated
+    is read from its start.
 
-    def __init__(self, path: Path, *, from_end: bool = False) -> None:
-        self._path = path
+    Args:
+        path: The file, which may be missing.
+        from_end: Leave out what the file holds now.
+        opener: Opens the file for reading; None for the usual way.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        from_end: bool = False,
+        opener: Callable[[], AbstractContextManager[IO[bytes]]] | None = None,
+    ) -> None:
+        self._open = opener or (lambda: path.open("rb"))
         self._offset = path.stat().st_size if from_end and path.exists() else 0
+        self._inode = 0
+        self.behind = False
+        """Whether there is more to read."""
+        self.replaced = False
+        """Whether the last block is the first one of another file."""
 
-    def read(self) -> Iterator[dict[str, Any]]:
+    def read(self) -> list[dict[str, Any]]:
         """The rows that are new. Damaged ones are left out."""
-        for line in self.lines():
-            yield from _row(line)
+        return decode_rows(self.block())
 
-    def lines(self, most: float = math.inf) -> Iterator[bytes]:
+    def lines(self, most: float = math.inf) -> list[bytes]:
         """The lines that are new, until so many bytes were read."""
-        if not self._path.is_file():
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._offset += len(line)
-                most -= len(line)
-                yield line
-                if most <= 0:
-                    return
+        return self.block(most).splitlines()
+
+    def block(self, most: float = math.inf) -> bytes:
+        """The lines that are new, until so many bytes were read; a longer line is left out."""
+        try:
+            with self._open() as file:
+                found = os.fstat(file.fileno())
+                other = self._inode not in (0, found.st_ino)
+                self.replaced = other or found.st_size < self._offset
+                self._offset = 0 if self.replaced else self._offset
+                self._inode = found.st_ino
+                file.seek(self._offset)
+                size = int(min(most, found.st_size - self._offset))
+                block = file.read(size) + file.readline(size)
+        except OSError:
+            return b""
+        self.behind = self._offset + len(block) < found.st_size
+        end = block.rfind(b"\n") + 1
+        self._offset += end or len(block) * self.behind  # parts of a long line are damaged rows
+        return block[:end]
 
 
-def last_rows(file: BinaryIO, most: int) -> list[dict[str, Any]]:
+def decode_rows(block: bytes) -> list[dict[str, Any]]:
+    """The rows of some lines. Damaged ones are left out."""
+    with suppress(*DAMAGED):
+        return _ROWS.decode_lines(block)  # all at once is faster
+    rows = []
+    for line in block.splitlines():
+        with suppress(*DAMAGED):
+            rows.append(_ROWS.decode(line))
+    return rows
+
+
+def last_rows(file: IO[bytes], most: int) -> list[dict[str, Any]]:
     """The rows that the last bytes of a file hold, at most so many; damaged ones are left out."""
+    block = last_lines(file, most)
+    return decode_rows(block[: block.rfind(b"\n") + 1])
+
+
+def last_lines(file: IO[bytes], most: int) -> bytes:
+    """The last bytes of a file, at most so many, from the start of a line."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - most))
-    lines = file.read().splitlines(keepends=True)[1 if size > most else 0 :]
-    return [row for line in lines if line.endswith(b"\n") for row in _row(line)]
+    block = file.read(most)
+    return block if size <= most else block.partition(b"\n")[2]
 
 
-def _row(line: bytes) -> Iterator[dict[str, Any]]:
-    with suppress(ValueError, RecursionError):
-        row = json.loads(line)
-        if isinstance(row, dict):
-            yield row
-
-
-class JsonlOutput:
+class JsonlOutput(Output):
     """Scalars and text, one line for each write, with the step under `step`.
 
     Steps do not go back: an evaluation, which belongs to the step at which it began, stands where

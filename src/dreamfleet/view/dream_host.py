@@ -14,10 +14,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from dreamfleet.dream.dream import Dream
 from dreamfleet.dream.session import Plain, Session
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.files import temporary_folder
+from dreamfleet.fleet.tied import tied
 from dreamfleet.transport import Client, Server, Timeout, TransportError
 
 log = logging.getLogger(__name__)
@@ -66,12 +65,17 @@ class DreamWorker:
         return Session(known, trust=trust)
 
     def call(self, name: str, method: str, *args: Any) -> Plain:
-        """Call a method of a viewer's session."""
-        if method not in _METHODS:
-            raise ConfigError(f"A session has no method {method!r}.")
+        """The result of a method of a viewer's session, or its error as text."""
         thread, session = self._viewers[name]
-        result: Plain = thread.submit(getattr(session.result(), method), *args).result()
-        return result
+        try:
+            if method not in _METHODS:
+                raise ConfigError(f"A session has no method {method!r}.")
+            return {"value": thread.submit(getattr(session.result(), method), *args).result()}
+        except DreamfleetError as error:
+            return {"error": str(error)}
+        except Exception as error:  # one viewer's error must not end the others' dreams
+            log.exception("A dream failed.")
+            return {"error": f"{type(error).__name__}: {error}"}
 
     def close(self, name: str) -> None:
         """Close a viewer's dream, after what it computes."""
@@ -81,29 +85,19 @@ class DreamWorker:
             thread.shutdown(wait=False)
 
 
-def _answer(method: Callable[..., Any], *args: Any) -> Plain:
-    """The result of a method, or its error as text."""
-    try:
-        return {"value": method(*args)}
-    except DreamfleetError as error:
-        return {"error": str(error)}
-    except Exception as error:  # one viewer's error must not end the others' dreams
-        log.exception("A dream failed.")
-        return {"error": f"{type(error).__name__}: {error}"}
-
-
 def main() -> None:
     """What the worker process does, until its parent kills it or ends."""
     worker = DreamWorker()
-    server = Server(sys.argv[1], "dreams", workers=int(sys.argv[2]) + 1)
+    server = Server(sys.argv[1], "dreams", workers=MAX_VIEWERS + 1)
     for name in ("open", "call", "close"):
-        server.bind(name, partial(_answer, getattr(worker, name)))
+        server.bind(name, getattr(worker, name))
+    # Not sys.exit: an environment may hang.
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     with server:
         sys.stdout.write("ready\n")
         sys.stdout.flush()
         os.dup2(2, 1)  # what an environment prints must not fill the pipe
-        sys.stdin.read()
-    os._exit(0)  # not sys.exit: an environment may hang
+        threading.Event().wait()
 
 
 class DreamHost:
@@ -177,18 +171,14 @@ class DreamHost:
 
     def _start(self) -> None:
         address = f"ipc://{self._resources.enter_context(temporary_folder())}/dreams"
-        self.process = self._resources.enter_context(
-            subprocess.Popen(
-                [sys.executable, "-P", "-m", __spec__.name, address, str(self._max)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
+        words, pipe = tied([__spec__.name, address]), subprocess.PIPE
+        process = subprocess.Popen(
+            words, stdin=pipe, stdout=pipe, text=True, start_new_session=True
         )
-        self._resources.callback(_kill, self.process.pid)
-        assert self.process.stdout is not None
-        if not self.process.stdout.readline():
+        self.process = self._resources.enter_context(process)
+        self._resources.callback(_kill, process.pid)
+        assert process.stdout is not None
+        if not process.stdout.readline():
             raise DreamfleetError("The worker for dreams did not start: see the terminal.")
         self._client = Client(address, "dreams", patience=5.0, timeout=_TIMEOUT_SECONDS)
         self._resources.callback(self._client.close, flush=0)
@@ -200,7 +190,7 @@ class DreamHost:
                 raise DreamClosedError("The dream was idle for too long: Start opens it again.")
             self._called[name] = time.monotonic()
         try:
-            answer = client.call(method, name, *args).result()
+            answer: Plain = client.call(method, name, *args).result()
         except Timeout as error:
             raise DreamfleetError(
                 f"The dream did not answer within {_TIMEOUT_SECONDS:.0f} s: is the machine busy?"
