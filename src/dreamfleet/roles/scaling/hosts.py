@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.files import atomic_write
+from dreamfleet.roles.addresses import DirectoryBook
 from dreamfleet.settings import Mark
 from dreamfleet.transport import (
     AddressError,
@@ -38,6 +39,7 @@ Say = Callable[[str], None]
 How = Literal["", "done", "stopped", "failed"]
 """How a host has left; empty while it is there."""
 
+_NAME = "hosts"  # in the registry of the run
 BEAT_SECONDS = 1.0
 """Between two signs of life of a host."""
 LOST_SECONDS = 15.0
@@ -106,14 +108,7 @@ def rendezvous_address(config: RunConfig) -> str:
     """Where the hosts meet; empty while host 0 has not said it."""
     if config.coordinator:
         return f"tcp://{config.coordinator}"
-    try:
-        return _address_file(config).read_text()
-    except OSError:
-        return ""
-
-
-def _address_file(config: RunConfig) -> Path:
-    return config.run_dir / "hosts" / "address"
+    return DirectoryBook().find(config.run_dir, _NAME)
 
 
 def _token_file(config: RunConfig) -> Path:
@@ -434,10 +429,11 @@ def _served(config: RunConfig) -> Iterator[Rendezvous]:
     try:
         if not config.coordinator:
             port = parse(server.address).port
-            atomic_write(_address_file(config), f"tcp://{socket.gethostname()}:{port}")
+            here = f"tcp://{socket.gethostname()}:{port}"
+            DirectoryBook().publish(config.run_dir, _NAME, here)
         yield rendezvous
     finally:
-        _address_file(config).unlink(missing_ok=True)
+        DirectoryBook().remove(config.run_dir, _NAME)
         rendezvous.close()
         server.close()
 
