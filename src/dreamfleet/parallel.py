@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dreamfleet.checkpoint import Checkpoint, CheckpointError
 from dreamfleet.config import CONFIG_FILE, RunConfig
@@ -59,6 +59,7 @@ from dreamfleet.roles.runtime import Factories, Factory, sigterm_interrupts
 from dreamfleet.roles.scaling.hosts import How, joined
 from dreamfleet.roles.scaling.remote_actor import parallel_remote_actor
 from dreamfleet.transport import Keys
+from dreamfleet.transport.address import Address
 
 __all__ = [
     "combined",
@@ -247,19 +248,20 @@ def host_membership(run: RunConfig, supervisor: Supervisor, say: Say) -> Iterato
 
 @contextmanager
 def _joinable(
-    run: RunConfig, place: _Place | None, supervisor: Supervisor, say: Say
+    run: RunConfig, place: Place | None, supervisor: Supervisor, say: Say
 ) -> Iterator[None]:
     """Let machines join while the block runs, and say how."""
     keys = run.server_keys
     if place is None or keys is None:
         yield
         return
-    with JoinedNodes(run, f"tcp://{place.listen}:{place.shown.port}", supervisor) as nodes:
+    address = Address("tcp", parse_bind(run.bind).listen, place.port)
+    with JoinedNodes(run, address.text, supervisor) as nodes:
         supervisor.machines = nodes.machines
-        write_place(run.logdir, place.shown)
-        line = join_line(place.shown, first_invitation(run.logdir, keys))
+        write_place(run.logdir, place)
+        line = join_line(place, first_invitation(run.logdir, keys))
         say(f"To join with environments of another machine, type there:\n  {line} --envs 4")
-        say(ports_line(place.shown))
+        say(ports_line(place))
         how = "The run has failed."
         try:
             yield
@@ -271,53 +273,38 @@ def _joinable(
             nodes.end(how)
 
 
-class _Place(NamedTuple):
-    """Where machines join."""
-
-    listen: str
-    shown: Place
-
-
-def _bound(run: RunConfig, launcher: Launcher) -> tuple[RunConfig, _Place]:
-    """The run with addresses that other machines reach. Ports are those that it had before, so
-    that lines that were copied stay true."""
+def _bound(run: RunConfig, launcher: Launcher) -> tuple[RunConfig, Place]:
+    """The run with addresses that other machines reach, and where they join. Ports are those that
+    it had before, so that lines that were copied stay true."""
     listen, shown, port = parse_bind(run.bind)
-    before = read_place(run.logdir)
-    wanted = port or (before.port if before else JOIN_PORT)
-    port = choose_port(listen, wanted, only=bool(port))
+    before = read_place(run.logdir) or Place(shown, JOIN_PORT, {})
+    port = choose_port(listen, port or before.port, only=bool(port))
     ports: dict[str, int] = {}
     changes: dict[str, Any] = {}
-    roles: list[RoleName] = ["actor", "evaluator"] if run.eval_every else ["actor"]
-    for role in roles:
-        if listen_address(run, role) != launcher.default_address:
-            continue
-        if launcher.default_address.startswith("tcp:"):
-            continue  # they may run on any machine, and publish where
-        kept = before.ports.get(role, 0) if before else 0
-        taken = {port, *ports.values()}
-        # Several actors have ports that follow each other.
-        count = run.actors if role == "actor" else 1
-        first = choose_port(listen, kept or max(taken) + 1, taken, count=count)
-        ports |= {server_name(role, index): first + index for index in range(count)}
-        host = f"[{listen}]" if ":" in listen else listen
-        changes[f"{role}_addr"] = f"tcp://{host}:{ports[role]}"
-    return replace(run, **changes), _Place(listen, Place(shown, port, ports))
+    # Servers that the launcher puts on any machine publish where they are.
+    by_launcher = not launcher.default_address.startswith("tcp:")
+    # Several actors have ports that follow each other.
+    counts: dict[RoleName, int] = {"actor": run.actors, "evaluator": int(run.eval_every > 0)}
+    for role, count in counts.items():
+        if count and by_launcher and listen_address(run, role) == launcher.default_address:
+            taken = {port, *ports.values()}
+            wanted = before.ports.get(role, 0) or max(taken) + 1
+            first = choose_port(listen, wanted, taken, count=count)
+            ports |= {server_name(role, index): first + index for index in range(count)}
+            changes[f"{role}_addr"] = Address("tcp", listen, first).text
+    return replace(run, **changes), Place(shown, port, ports)
 
 
-def _prepared(args: RunConfig, launcher: Launcher) -> tuple[RunConfig, _Place | None]:
+def _prepared(args: RunConfig, launcher: Launcher) -> tuple[RunConfig, Place | None]:
     """The run as its workers see it: with addresses, a key if it uses tcp, and its configuration
     in its directory, where others find it. And where machines join, if they may."""
     args.logdir.mkdir(parents=True, exist_ok=True)
     remove_addresses(args.logdir, elsewhere=_elsewhere(args))  # of a run that was killed
     health_path(args, STARTED).unlink(missing_ok=True)
-    fields = {role: f"{role}_addr" for role in SERVERS}
     default = RunConfig.__dataclass_fields__["actor_addr"].default
-    changes: dict[str, Any] = {
-        field: launcher.default_address
-        for role, field in fields.items()
-        if listen_address(args, role) == default
-    }
-    run = replace(args, **changes)
+    open_ones = [f"{role}_addr" for role in SERVERS if listen_address(args, role) == default]
+    chosen: dict[str, Any] = dict.fromkeys(open_ones, launcher.default_address)
+    run = replace(args, **chosen)
     place = None
     if run.bind:
         run, place = _bound(run, launcher)
@@ -327,6 +314,6 @@ def _prepared(args: RunConfig, launcher: Launcher) -> tuple[RunConfig, _Place | 
             Keys.generate().save(path)
         run = replace(run, keys=str(path.absolute()))
     # Addresses that the launcher chose are left out: the next one may choose others.
-    given = {field: getattr(args, field) for field in changes}
-    atomic_write(run.logdir / CONFIG_FILE, replace(run, **given).to_json())
+    kept = replace(run, **{field: getattr(args, field) for field in open_ones})
+    atomic_write(run.logdir / CONFIG_FILE, kept.to_json())
     return run, place
