@@ -19,7 +19,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -339,7 +339,7 @@ class JoinedNodes:
     def machines(self) -> tuple[MachineStatus, ...]:
         """Those that have joined, then those that have left."""
         with self._lock:
-            self._drop_lost()
+            self._drop_gone()
             now = self._clock()
             return tuple(each.status(now) for each in (*self._nodes.values(), *self._left))
 
@@ -355,7 +355,7 @@ class JoinedNodes:
         key, known = (caller.name, token), asked.digest == self._description["digest"]
         found = {"digest": asked.digest} if known else dict(self._description)
         with self._lock:
-            self._drop_lost()
+            self._drop_gone()
             node = self._nodes.get(key)
             if node is None and known and not self._over:
                 node = self._nodes[key] = self._make_node(asked, caller.name)
@@ -470,26 +470,21 @@ class JoinedNodes:
             self._write()
         log.info("%s has left%s", node.name, f": {why}" if why else "")
 
-    def _drop_lost(self) -> None:
-        now = self._clock()
+    def _drop_gone(self) -> None:
+        """Drop machines that are lost or revoked."""
+        now, revoked = self._clock(), self._invited.revoked() if self._invited else ()
         for key, node in list(self._nodes.items()):
-            if now - node.heard > LOST_SECONDS:
+            if node.invitation in revoked:
+                self._drop(key, f"its invitation {node.invitation!r} was revoked")
+            elif now - node.heard > LOST_SECONDS:
                 self._drop(key, f"was not heard of for {LOST_SECONDS:g} s")
 
-    def _drop_revoked(self, invitations: Collection[str]) -> None:
-        for key, node in list(self._nodes.items()):
-            if node.invitation in invitations:
-                self._drop(key, f"its invitation {node.invitation!r} was revoked")
-
     def _keep(self) -> None:
-        """Drop machines that are lost or revoked, and tell the logger of the others."""
+        """Look for machines that are gone, and tell the logger of the others."""
         should_log, run = LocalClock(self._run.log_every), self._run
         logger = LoggerClient(run, "nodes", 2)
         try:
             while not self._stop.wait(min(_CHECK_SECONDS, run.log_every)):
-                with self._lock:
-                    if self._invited:
-                        self._drop_revoked(self._invited.revoked())
                 machines = self.machines()
                 if should_log() and logger.stats()["inflight"] < 2:
                     with suppress(TransportError):  # it is restarting, and the next ones follow
