@@ -17,7 +17,7 @@ Each role may run anywhere: all it needs are its factories and a `RunConfig`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,11 @@ from dreamfleet.config import CONFIG_FILE, RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.files import atomic_write
 from dreamfleet.fleet.binding import JOIN_PORT, choose_port, parse_bind
+from dreamfleet.fleet.hosts import host_membership
 from dreamfleet.fleet.launchers import Launcher, find_launcher
 from dreamfleet.fleet.nodes import JoinedNodes
 from dreamfleet.fleet.status import StatusLines, Watcher
-from dreamfleet.fleet.supervisor import FleetError, Say, Supervisor, silent, unless_full
+from dreamfleet.fleet.supervisor import Say, Supervisor, silent, unless_full
 from dreamfleet.fleet.workers import env_workers, fleet_workers
 from dreamfleet.roles.actor import parallel_actor
 from dreamfleet.roles.addresses import (
@@ -55,8 +56,7 @@ from dreamfleet.roles.invitations import (
 from dreamfleet.roles.learner import parallel_learner
 from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.replay import parallel_replay
-from dreamfleet.roles.runtime import Factories, Factory, sigterm_interrupts
-from dreamfleet.roles.scaling.hosts import How, joined
+from dreamfleet.roles.runtime import Factories, Factory
 from dreamfleet.roles.scaling.remote_actor import parallel_remote_actor
 from dreamfleet.transport import Keys
 from dreamfleet.transport.address import Address
@@ -203,47 +203,6 @@ def parallel_envs(
     name = "serial" if args.launcher == "serial" else "local"  # on this machine
     with find_launcher(name)(args.logdir) as launcher:
         Supervisor(workers, launcher, say=say).run()
-
-
-@contextmanager
-def host_membership(run: RunConfig, supervisor: Supervisor, say: Say) -> Iterator[None]:
-    """Be one of several hosts while the block runs, which ends on all of them together.
-
-    Raises:
-        FleetError: Another host was lost, or has failed.
-        KeyboardInterrupt: Another host was asked to stop.
-    """
-    with ExitStack() as stack:
-        with sigterm_interrupts():
-            member = stack.enter_context(joined(run, say))
-        if member is None:
-            yield
-            return
-
-        supervisor.on_failure = member.fail
-        # After a failure the agent cannot end in order: it waits for that of the other host.
-        member.watch(lambda end: supervisor.stop("host", at_once=end.how == "failed"))
-        how: How = "done"
-        error: BaseException | None = None
-        try:
-            yield
-        except KeyboardInterrupt as raised:
-            how, error = "stopped", raised
-        except Exception as raised:
-            how, error = "failed", raised
-        with sigterm_interrupts():
-            end = member.leave(how, str(error or ""))
-        if end.how == "failed" and (error is None or end.host != run.host_index):
-            fewer = max(each for each in range(1, run.hosts) if run.batch_size % each == 0)
-            raise FleetError(
-                f"{end.sentence}. So the run has ended on all hosts: resume it when that one is "
-                f"back, or on those that are left with --hosts {fewer}."
-            ) from error
-        if end.how == "stopped" and end.host != run.host_index:
-            say(f"{end.sentence}, so the run has ended on all hosts.")
-            raise KeyboardInterrupt from error
-        if error is not None:
-            raise error
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 It asks the run's supervisor every second what to run (`dreamfleet.fleet.nodes`), and starts and
 ends processes accordingly. It calls the supervisor, the actor and the evaluator only. What the
-supervisor says about addresses goes into an address book of this machine's own, so that
+supervisor says about addresses goes into a registry of this machine's own, so that
 environments here find the actor as they do everywhere.
 """
 
@@ -47,7 +47,7 @@ from dreamfleet.fleet.supervisor import Say
 from dreamfleet.fleet.workers import env_worker
 from dreamfleet.formatting import readable
 from dreamfleet.metrics.timing import Rate
-from dreamfleet.roles.addresses import DirectoryBook
+from dreamfleet.roles.addresses import Registry
 from dreamfleet.roles.fences import fenced
 from dreamfleet.roles.health import Health, health_path, read_health
 from dreamfleet.roles.invitations import read_url
@@ -230,7 +230,7 @@ class _Machine:
             logdir=self._place,
             keys=str(self._place / _KEY),
             envs_per_process=self._offer.envs_per_process or config.envs_per_process,
-            # They are found in this machine's address book.
+            # They are found in this machine's registry.
             actor_addr=_LOOKED_UP,
             evaluator_addr=_LOOKED_UP,
         )
@@ -405,10 +405,10 @@ def _counted(offer: Offer) -> str:
 
 def publish_addresses(place: Path, joined_at: Address, addresses: Mapping[str, str]) -> None:
     """Keep where the servers of the run listen that a machine may call."""
-    book = DirectoryBook()
+    registry = Registry(place)
     for name, address in called_servers(joined_at, addresses).items():
-        if book.find(place, name) != address.text:
-            book.publish(place, name, address.text)
+        if registry.find(name) != address.text:
+            registry.publish(name, address.text)
 
 
 def called_servers(joined_at: Address, told: Mapping[str, str]) -> dict[str, Address]:
