@@ -103,10 +103,6 @@ class RunResources:
 CONFIG_FILE = "config.json"
 """In the directory of a run: its latest settings."""
 
-JOINED = 1 << 20
-"""Environments of machines that have joined are numbered from here, above all others."""
-JOINED_EVAL = JOINED + (1 << 19)
-"""Those that evaluate are numbered from here."""
 PROGRESS_STEPS = 20
 """Steps of an environment after which its failures before them are forgiven."""
 OUTPUTS = ("jsonl", "media", "tensorboard", "wandb", "mlflow")

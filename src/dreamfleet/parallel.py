@@ -17,20 +17,21 @@ Each role may run anywhere: all it needs are its factories and a `RunConfig`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dreamfleet.checkpoint import Checkpoint, CheckpointError
 from dreamfleet.config import CONFIG_FILE, RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.files import atomic_write
 from dreamfleet.fleet.binding import JOIN_PORT, choose_port, parse_bind
+from dreamfleet.fleet.hosts import host_membership
 from dreamfleet.fleet.launchers import Launcher, find_launcher
 from dreamfleet.fleet.nodes import JoinedNodes
 from dreamfleet.fleet.status import StatusLines, Watcher
-from dreamfleet.fleet.supervisor import FleetError, Say, Supervisor, silent, unless_full
+from dreamfleet.fleet.supervisor import Say, Supervisor, silent, unless_full
 from dreamfleet.fleet.workers import env_workers, fleet_workers
 from dreamfleet.roles.actor import parallel_actor
 from dreamfleet.roles.addresses import (
@@ -55,10 +56,10 @@ from dreamfleet.roles.invitations import (
 from dreamfleet.roles.learner import parallel_learner
 from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.replay import parallel_replay
-from dreamfleet.roles.runtime import Factories, Factory, sigterm_interrupts
-from dreamfleet.roles.scaling.hosts import How, joined
+from dreamfleet.roles.runtime import Factories, Factory
 from dreamfleet.roles.scaling.remote_actor import parallel_remote_actor
 from dreamfleet.transport import Keys
+from dreamfleet.transport.address import Address
 
 __all__ = [
     "combined",
@@ -205,61 +206,21 @@ def parallel_envs(
 
 
 @contextmanager
-def host_membership(run: RunConfig, supervisor: Supervisor, say: Say) -> Iterator[None]:
-    """Be one of several hosts while the block runs, which ends on all of them together.
-
-    Raises:
-        FleetError: Another host was lost, or has failed.
-        KeyboardInterrupt: Another host was asked to stop.
-    """
-    with ExitStack() as stack:
-        with sigterm_interrupts():
-            member = stack.enter_context(joined(run, say))
-        if member is None:
-            yield
-            return
-
-        supervisor.on_failure = member.fail
-        # After a failure the agent cannot end in order: it waits for that of the other host.
-        member.watch(lambda end: supervisor.stop("host", at_once=end.how == "failed"))
-        how: How = "done"
-        error: BaseException | None = None
-        try:
-            yield
-        except KeyboardInterrupt as raised:
-            how, error = "stopped", raised
-        except Exception as raised:
-            how, error = "failed", raised
-        with sigterm_interrupts():
-            end = member.leave(how, str(error or ""))
-        if end.how == "failed" and (error is None or end.host != run.host_index):
-            fewer = max(each for each in range(1, run.hosts) if run.batch_size % each == 0)
-            raise FleetError(
-                f"{end.sentence}. So the run has ended on all hosts: resume it when that one is "
-                f"back, or on those that are left with --hosts {fewer}."
-            ) from error
-        if end.how == "stopped" and end.host != run.host_index:
-            say(f"{end.sentence}, so the run has ended on all hosts.")
-            raise KeyboardInterrupt from error
-        if error is not None:
-            raise error
-
-
-@contextmanager
 def _joinable(
-    run: RunConfig, place: _Place | None, supervisor: Supervisor, say: Say
+    run: RunConfig, place: Place | None, supervisor: Supervisor, say: Say
 ) -> Iterator[None]:
     """Let machines join while the block runs, and say how."""
     keys = run.server_keys
     if place is None or keys is None:
         yield
         return
-    with JoinedNodes(run, f"tcp://{place.listen}:{place.shown.port}", supervisor) as nodes:
+    address = Address("tcp", parse_bind(run.bind).listen, place.port)
+    with JoinedNodes(run, address.text, supervisor) as nodes:
         supervisor.machines = nodes.machines
-        write_place(run.logdir, place.shown)
-        line = join_line(place.shown, first_invitation(run.logdir, keys))
+        write_place(run.logdir, place)
+        line = join_line(place, first_invitation(run.logdir, keys))
         say(f"To join with environments of another machine, type there:\n  {line} --envs 4")
-        say(ports_line(place.shown))
+        say(ports_line(place))
         how = "The run has failed."
         try:
             yield
@@ -271,53 +232,38 @@ def _joinable(
             nodes.end(how)
 
 
-class _Place(NamedTuple):
-    """Where machines join."""
-
-    listen: str
-    shown: Place
-
-
-def _bound(run: RunConfig, launcher: Launcher) -> tuple[RunConfig, _Place]:
-    """The run with addresses that other machines reach. Ports are those that it had before, so
-    that lines that were copied stay true."""
+def _bound(run: RunConfig, launcher: Launcher) -> tuple[RunConfig, Place]:
+    """The run with addresses that other machines reach, and where they join. Ports are those that
+    it had before, so that lines that were copied stay true."""
     listen, shown, port = parse_bind(run.bind)
-    before = read_place(run.logdir)
-    wanted = port or (before.port if before else JOIN_PORT)
-    port = choose_port(listen, wanted, only=bool(port))
+    before = read_place(run.logdir) or Place(shown, JOIN_PORT, {})
+    port = choose_port(listen, port or before.port, only=bool(port))
     ports: dict[str, int] = {}
     changes: dict[str, Any] = {}
-    roles: list[RoleName] = ["actor", "evaluator"] if run.eval_every else ["actor"]
-    for role in roles:
-        if listen_address(run, role) != launcher.default_address:
-            continue
-        if launcher.default_address.startswith("tcp:"):
-            continue  # they may run on any machine, and publish where
-        kept = before.ports.get(role, 0) if before else 0
-        taken = {port, *ports.values()}
-        # Several actors have ports that follow each other.
-        count = run.actors if role == "actor" else 1
-        first = choose_port(listen, kept or max(taken) + 1, taken, count=count)
-        ports |= {server_name(role, index): first + index for index in range(count)}
-        host = f"[{listen}]" if ":" in listen else listen
-        changes[f"{role}_addr"] = f"tcp://{host}:{ports[role]}"
-    return replace(run, **changes), _Place(listen, Place(shown, port, ports))
+    # Servers that the launcher puts on any machine publish where they are.
+    by_launcher = not launcher.default_address.startswith("tcp:")
+    # Several actors have ports that follow each other.
+    counts: dict[RoleName, int] = {"actor": run.actors, "evaluator": int(run.eval_every > 0)}
+    for role, count in counts.items():
+        if count and by_launcher and listen_address(run, role) == launcher.default_address:
+            taken = {port, *ports.values()}
+            wanted = before.ports.get(role, 0) or max(taken) + 1
+            first = choose_port(listen, wanted, taken, count=count)
+            ports |= {server_name(role, index): first + index for index in range(count)}
+            changes[f"{role}_addr"] = Address("tcp", listen, first).text
+    return replace(run, **changes), Place(shown, port, ports)
 
 
-def _prepared(args: RunConfig, launcher: Launcher) -> tuple[RunConfig, _Place | None]:
+def _prepared(args: RunConfig, launcher: Launcher) -> tuple[RunConfig, Place | None]:
     """The run as its workers see it: with addresses, a key if it uses tcp, and its configuration
     in its directory, where others find it. And where machines join, if they may."""
     args.logdir.mkdir(parents=True, exist_ok=True)
     remove_addresses(args.logdir, elsewhere=_elsewhere(args))  # of a run that was killed
     health_path(args, STARTED).unlink(missing_ok=True)
-    fields = {role: f"{role}_addr" for role in SERVERS}
     default = RunConfig.__dataclass_fields__["actor_addr"].default
-    changes: dict[str, Any] = {
-        field: launcher.default_address
-        for role, field in fields.items()
-        if listen_address(args, role) == default
-    }
-    run = replace(args, **changes)
+    open_ones = [f"{role}_addr" for role in SERVERS if listen_address(args, role) == default]
+    chosen: dict[str, Any] = dict.fromkeys(open_ones, launcher.default_address)
+    run = replace(args, **chosen)
     place = None
     if run.bind:
         run, place = _bound(run, launcher)
@@ -327,6 +273,6 @@ def _prepared(args: RunConfig, launcher: Launcher) -> tuple[RunConfig, _Place | 
             Keys.generate().save(path)
         run = replace(run, keys=str(path.absolute()))
     # Addresses that the launcher chose are left out: the next one may choose others.
-    given = {field: getattr(args, field) for field in changes}
-    atomic_write(run.logdir / CONFIG_FILE, replace(run, **given).to_json())
+    kept = replace(run, **{field: getattr(args, field) for field in open_ones})
+    atomic_write(run.logdir / CONFIG_FILE, kept.to_json())
     return run, place

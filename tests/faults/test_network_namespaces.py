@@ -156,7 +156,7 @@ def test_a_fleet_on_four_machines_survives_its_network(
     assert "is started again" not in (tmp_path / "train.out").read_text()
 
 
-def test_a_machine_joins_only_if_it_reaches_every_port(
+def test_a_machine_joins_only_if_it_reaches_every_port_and_survives_a_cut_link(
     tmp_path: Path, machines: tuple[Network, list[Machine]]
 ) -> None:
     network, (agent, _, envs, _) = machines
@@ -187,6 +187,15 @@ def test_a_machine_joins_only_if_it_reaches_every_port(
         assert "Joined" not in text
         fleet.running["join"] = joined(tmp_path / "join.out")
         fleet.until(lambda: fleet.step > 100, "steps of the machine that has joined")
+        # A machine whose link was cut goes on by itself.
+        text = tmp_path / "join.out"
+        network.link(envs, "down")
+        fleet.until(lambda: "The run does not answer" in text.read_text(), "the loss of the link")
+        time.sleep(LINK_DOWN)
+        network.link(envs, "up")
+        fleet.until(lambda: "The run answers again" in text.read_text(), "the link")
+        step = fleet.step
+        fleet.until(lambda: fleet.step >= step + 100, "steps after the link was cut")
         assert fleet.end("train", signal.SIGINT) == 130, said.read_text()
         assert fleet.running.pop("join").wait(LONG) == 0
     finally:

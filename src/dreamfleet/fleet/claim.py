@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 
 LOCK_NAME = "fleet.lock"
 BEAT_NAME = "fleet.beat"
-_BEAT_SECONDS = 1.0
+BEAT_SECONDS = 1.0
+"""Between two signs of life of a supervisor."""
 _SILENT_SECONDS = 10.0  # a supervisor that has not beaten for as long is dead
 _LOOK_SECONDS = 0.2
 _KILL_SECONDS = 2.0
@@ -138,19 +139,22 @@ class BeatWatch:
         self._last = b""
         self._changed = float("-inf")
 
+    def last(self) -> float:
+        """When it was last seen to beat, on the monotonic clock; minus infinity if never."""
+        beat = _read_beat(self._logdir)
+        if self._last and beat != self._last:
+            self._changed = time.monotonic()
+        self._last = beat
+        return self._changed
+
     def beats(self, patience: float) -> bool:
         """Whether it has beaten in the last seconds; waits so long for the first change."""
         deadline = time.monotonic() + patience
-        while True:
-            now, beat = time.monotonic(), _read_beat(self._logdir)
-            if self._last and beat != self._last:
-                self._changed = now
-            self._last = beat
-            if now - self._changed < _SILENT_SECONDS:
-                return True
+        while self.last() < (now := time.monotonic()) - _SILENT_SECONDS:
             if now >= deadline:
                 return False
             time.sleep(min(_LOOK_SECONDS, max(0.0, deadline - now)))
+        return True
 
 
 class _Beat:
@@ -174,7 +178,7 @@ class _Beat:
             thread.join(_KILL_SECONDS)  # a shared directory may hang
 
     def _run(self) -> None:
-        while not self._over.wait(_BEAT_SECONDS):
+        while not self._over.wait(BEAT_SECONDS):
             now = _read_beat(self._logdir)
             if now and not now.startswith(self._name):
                 self._lost()

@@ -22,22 +22,29 @@ from dreamfleet.fleet.isolated import Reporter, Say, run_isolated
 from dreamfleet.roles.runtime import pickled
 from dreamfleet.spaces import Space, SpaceError, spaces_from_json, spaces_to_json
 
+_SPACES = ("obs_space", "act_space")
+
 
 class EnvProbe(NamedTuple):
     """The spaces of an environment, and what else was found when it was made."""
 
     obs_space: Mapping[str, Space]
     act_space: Mapping[str, Space]
-    bytes: int
+    bytes: int = 0
     """Memory that the first one of a process takes, with the code that it loads."""
-    further_bytes: int
+    further_bytes: int = 0
     """Memory that another one takes."""
-    notes: list[str]
-    """What was recognised or assumed."""
+    notes: Sequence[str] = ()
+    """What was recognised or assumed, a sentence each."""
     log_info: Sequence[str] = ()
     """Names in its `info` that ask to be logged."""
     output: str = ""
     """What it printed."""
+
+    @property
+    def spaces(self) -> tuple[Mapping[str, Space], Mapping[str, Space]]:
+        """Of observations and of actions."""
+        return self.obs_space, self.act_space
 
 
 def probe_env(
@@ -97,13 +104,19 @@ def _probe_second(first: EnvProbe, probe: Callable[[], EnvProbe]) -> EnvProbe:
 
 
 def probe_in_subprocess(
-    make_env: Callable[[int], Any], *, both: bool, timeout: float, say: Say, apart: bool = False
+    make_env: Callable[[int], Any] | bytes,
+    *,
+    both: bool,
+    timeout: float,
+    say: Say,
+    apart: bool = False,
+    number: int = 0,
 ) -> EnvProbe:
     """Do the same in a child process.
 
     Args:
-        make_env: Called with the number of the environment.
-        both: See `probe_env`.
+        make_env: Called with the number of the environment; or that, pickled.
+        both: See `probe_env`, as `number`.
         timeout: Seconds that a call of the environment may take; 0 for no timeout.
         say: Takes lines to print.
         apart: Whether the second one has a process of its own, too.
@@ -115,35 +128,24 @@ def probe_in_subprocess(
     """
     # Pickled by itself, so that it is unpickled as a part of the constructor: that imports user
     # code.
-    return _run(pickled("the environment", make_env), 0, both, apart, timeout, say)
+    make = make_env if isinstance(make_env, bytes) else pickled("the environment", make_env)
 
+    def child(reporter: Reporter) -> dict[str, Any]:
+        def second() -> EnvProbe:
+            reporter.call(None)  # that process has timeouts of its own
+            found = probe_in_subprocess(
+                make, both=False, timeout=timeout, say=reporter.say, number=1
+            )
+            sys.stdout.write(found.output)
+            return found
 
-def _run(make: bytes, number: int, both: bool, apart: bool, timeout: float, say: Say) -> EnvProbe:
-    probe = partial(_probe, make, number, both, apart, timeout)
-    found, output = run_isolated(probe, timeout=timeout, setting="env_timeout", say=say)
-    spaces = {key: spaces_from_json(found[key]) for key in ("obs_space", "act_space")}
+        reporter.call("constructor", number)
+        beside = second if apart else None
+        found = probe_env(
+            cloudpickle.loads(make), both=both, number=number, tell=reporter.call, second=beside
+        )
+        return {**found._asdict(), **{key: spaces_to_json(getattr(found, key)) for key in _SPACES}}
+
+    found, output = run_isolated(child, timeout=timeout, setting="env_timeout", say=say)
+    spaces = {key: spaces_from_json(found[key]) for key in _SPACES}
     return EnvProbe(**{**found, **spaces, "output": output})
-
-
-def _probe(
-    make: bytes, number: int, both: bool, apart: bool, timeout: float, reporter: Reporter
-) -> dict[str, Any]:
-    """What the child does."""
-
-    def second() -> EnvProbe:
-        reporter.call(None)  # that process has timeouts of its own
-        probe = _run(make, 1, False, False, timeout, reporter.say)
-        sys.stdout.write(probe.output)
-        return probe
-
-    reporter.call("constructor", number)
-    make_env = cloudpickle.loads(make)
-    probe = probe_env(
-        make_env,
-        both=both,
-        number=number,
-        tell=reporter.call,
-        second=second if apart else None,
-    )
-    spaces = {"obs_space": probe.obs_space, "act_space": probe.act_space}
-    return {**probe._asdict(), **{key: spaces_to_json(value) for key, value in spaces.items()}}

@@ -2,7 +2,7 @@
 
 It asks the run's supervisor every second what to run (`dreamfleet.fleet.nodes`), and starts and
 ends processes accordingly. It calls the supervisor, the actor and the evaluator only. What the
-supervisor says about addresses goes into an address book of this machine's own, so that
+supervisor says about addresses goes into a registry of this machine's own, so that
 environments here find the actor as they do everywhere.
 """
 
@@ -16,24 +16,22 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import msgspec
 
 from dreamfleet import __version__
-from dreamfleet.config import CONFIG_FILE, JOINED, RunConfig
+from dreamfleet.config import CONFIG_FILE, RunConfig
 from dreamfleet.envs import env_seed, is_bundled
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.files import temporary_folder
 from dreamfleet.fleet.claim import claim_directory
 from dreamfleet.fleet.env_probe import probe_in_subprocess
 from dreamfleet.fleet.factories import environment, environments
-from dreamfleet.fleet.launchers import ONE_THREAD, Worker
 from dreamfleet.fleet.launchers.local import LocalLauncher, LocalWorker
 from dreamfleet.fleet.nodes import (
     OUTPUT_LENGTH,
@@ -46,16 +44,17 @@ from dreamfleet.fleet.nodes import (
 )
 from dreamfleet.fleet.stall import hanging
 from dreamfleet.fleet.supervisor import Say
+from dreamfleet.fleet.workers import env_worker
 from dreamfleet.formatting import readable
 from dreamfleet.metrics.timing import Rate
-from dreamfleet.roles.addresses import DirectoryBook
-from dreamfleet.roles.env import parallel_env
+from dreamfleet.roles.addresses import Registry
+from dreamfleet.roles.fences import fenced
 from dreamfleet.roles.health import Health, health_path, read_health
 from dreamfleet.roles.invitations import read_url
 from dreamfleet.roles.runtime import sigterm_interrupts
 from dreamfleet.roles.spaces_file import Spaces
 from dreamfleet.spaces import space_differences, spaces_from_json
-from dreamfleet.transport import Client, Disconnected, RemoteError, Timeout, TransportError
+from dreamfleet.transport import Client, RemoteError, TransportError
 from dreamfleet.transport.address import Address, parse
 from dreamfleet.trust import admit, code_in
 
@@ -65,11 +64,10 @@ _PROBE_SECONDS = 10.0
 _CONNECT_SECONDS = 10.0
 _CALL_SECONDS = 10.0
 _POLL_TIMEOUT = 3.0
-_TRY_SECONDS = 0.5
+_TRY_SECONDS, _PAUSE_SECONDS = 0.5, 0.1
 _SAY_SECONDS = 60.0
 _STILL_SECONDS = 10.0  # without a step, after which this machine says why
 _PORT_SECONDS = 1.0  # for a look at ports between two signs of life
-_PORTS_AT_ONCE = 16
 _REFUSED = "nothing listens there: the agent is starting, or a firewall refuses the connection"
 _NO_ACTIONS = "the run sends no actions; 'dreamfleet status' says there what it waits for"
 _PLACE_PREFIX = "dreamfleet-join-"
@@ -110,11 +108,10 @@ def join(url: str, offer: Offer, *, logdir: Path | None, patience: float, say: S
     address, keys = read_url(url)
     with sigterm_interrupts(), _place(logdir) as place:
         keys.save(place / _KEY)
-        _probe(address)
-        machine = _Machine(address, offer, place, patience, say)
         try:
+            _check_port(address)
             with Client(address.text, "join", keys=keys, patience=_CONNECT_SECONDS) as client:
-                machine.serve(client)
+                _Machine(address, offer, place, patience, say).serve(client)
         except KeyboardInterrupt:
             say("This machine has left the run.")
         finally:
@@ -130,119 +127,118 @@ class _Machine:
         self._address, self._offer, self._place = address, offer, place
         self._patience, self._say = patience, say
         self._token = secrets.token_urlsafe(24)
+        self._name = ""  # by which the run knows this machine, once it has joined
+        self._moved = self._shown = time.monotonic()
+        self._steps, self._why, self._told = 0, "", False
+        self._rate = Rate(_SAY_SECONDS)
 
     def serve(self, client: Client) -> None:
-        """Run environments until the run is over, anew if it was resumed with other settings."""
-        described = self._describe(client, wait=False)
-        while not (over := described.over or self._run(client, described)):
-            self._say("The run was resumed with other settings: joining again.")
-            described = self._describe(client, wait=True)
-        self._say(f"{over} This machine's part is done.")
-
-    # --- joining ---------------------------------------------------------------------------------
-
-    def _describe(self, client: Client, *, wait: bool) -> Answer:
-        """Ask what the run is, and make sure that it works here."""
-        deadline = time.monotonic() + (self._patience if wait else 0.0)
-        while True:
+        """Run what the run's supervisor says, until the run is over."""
+        asked = self._asked()
+        with LocalLauncher(self._place) as launcher, _Workers(launcher) as workers:
             try:
-                self._connect(client, first=not wait)
-                described = self._poll(client, self._asked(), MachineReport(), _CALL_SECONDS)
-                if not described.over:
-                    self._probe_env(self._config(described), described.spaces)
-                    self._try_ports(described.addresses)
-                return described
-            except (Disconnected, Timeout) as error:
-                if _REFUSED_KEY in str(error) or time.monotonic() >= deadline:
-                    raise JoinError(_unreachable(self._address, error)) from None
+                while not (answer := self._ask(client, asked, workers)).over:
+                    if answer.dismissed:
+                        raise JoinError(f"The run has dismissed this machine: {answer.dismissed}")
+                    if answer.digest == asked.digest:
+                        self._follow(answer, workers)
+                        time.sleep(POLL_SECONDS)
+                        continue
+                    if asked.digest:
+                        self._say("The run was resumed with other settings: joining again.")
+                    workers.end()
+                    workers.begin(self._tried(answer))
+                    asked = self._asked(answer.digest, workers.config.envs_per_process)
+            except KeyboardInterrupt:
+                self._say(_LEAVING)
+                workers.end()
+                with suppress(TransportError):  # it is noticed after a while
+                    client.call("leave", self._token).result(_CALL_SECONDS)
+                raise
+        self._say(f"{answer.over} This machine's part is done.")
 
-    def _try_ports(self, told: Mapping[str, str]) -> None:
-        """Refuse to join a run whose servers cannot be reached from here. One at whose port nothing
-        listens may start later."""
-        problems = closed_ports(self.servers(told), _PROBE_SECONDS)
-        if any(problem != _REFUSED for problem in problems.values()):
-            raise JoinError(f"{self.ports_text(told, problems)}.")
-
-    def servers(self, told: Mapping[str, str]) -> dict[str, Address]:
-        """Those that the environments of this machine call."""
-        every = called_servers(self._address, told)
-        acts = bool(self._offer.envs) or "evaluator" not in every
-        plays = bool(self._offer.eval_envs)
-        return {n: each for n, each in every.items() if (plays if n == "evaluator" else acts)}
-
-    def ports_text(self, told: Mapping[str, str], problems: Mapping[str, str]) -> str:
-        """Which ports cannot be reached, and all that have to be open; without a period."""
-        servers = self.servers(told)
-        closed = "; ".join(
-            f"TCP port {servers[name].port} of {servers[name].host} ({name}) cannot be reached: "
-            f"{problem}"
-            for name, problem in problems.items()
-        )
-        ports: dict[str, list[str]] = {}
-        for address in (self._address, *servers.values()):
-            ports.setdefault(address.host, []).append(str(address.port))
-        needed = " and ".join(f"{', '.join(each)} of {host}" for host, each in ports.items())
-        return f"{closed}. Ports that have to be open for this machine: {needed}"
-
-    def _connect(self, client: Client, *, first: bool) -> None:
-        """Wait until the run answers, or it is clear that this key is none of its."""
-        # Later the handshake may fail because the run was killed in the middle of it.
-        final = (_REFUSED_KEY, _OTHER_KEY) if first else (_REFUSED_KEY,)
-        deadline = time.monotonic() + _CONNECT_SECONDS
-        while True:
-            try:
-                return client.connect(_TRY_SECONDS)
-            except Disconnected as error:
-                known = any(words in str(error) for words in final)
-                if known or time.monotonic() >= deadline:
-                    raise
+    # --- asking ----------------------------------------------------------------------------------
 
     def _asked(self, digest: str = "", envs_per_process: int = 1) -> Asked:
-        return Asked(
-            version=__version__,
-            digest=digest,
-            host=socket.gethostname()[:90] or "machine",
-            envs=self._offer.envs,
-            eval_envs=self._offer.eval_envs,
-            envs_per_process=envs_per_process,
-        )
+        host = socket.gethostname()[:90] or "machine"
+        numbers = self._offer.envs, self._offer.eval_envs, envs_per_process
+        return Asked(__version__, digest, host, *numbers)
 
-    def _poll(self, client: Client, asked: Asked, report: MachineReport, timeout: float) -> Answer:
-        """Ask what to run."""
+    def _ask(self, client: Client, asked: Asked, workers: _Workers) -> Answer:
+        """What to run now. Environments wait for a run that does not answer.
+
+        Raises:
+            JoinError: The run refuses this machine, or does not answer for too long.
+        """
+        begin, silent = time.monotonic(), False
+        while True:
+            report = MachineReport(workers.report(), self._why)
+            try:
+                client.connect(_TRY_SECONDS)
+                answer = self._poll(client, asked, report)
+            except TransportError as error:
+                seconds, text = time.monotonic() - begin, str(error)
+                # Later the handshake may fail because the run was killed in the middle of it.
+                unknown = _REFUSED_KEY in text or (not self._name and _OTHER_KEY in text)
+                patience = self._patience if self._name else _CONNECT_SECONDS
+                if unknown or seconds > patience:
+                    raise JoinError(_unreachable(self._address, text)) from None
+                if self._name and not silent and seconds > _POLL_TIMEOUT:
+                    silent = True
+                    self._say(
+                        "The run does not answer; the environments wait for it "
+                        f"({text.rstrip('.')})."
+                    )
+                time.sleep(_PAUSE_SECONDS)
+            else:
+                if silent:
+                    self._say("The run answers again.")
+                return answer
+
+    def _poll(self, client: Client, asked: Asked, report: MachineReport) -> Answer:
         plain = (msgspec.to_builtins(each) for each in (asked, report))
+        timeout = _POLL_TIMEOUT if self._name else _CALL_SECONDS
         try:
             answer = client.call("poll", self._token, *plain).result(timeout)
-        except RemoteError as error:
-            raise JoinError(_sentence(error)) from None
-        try:
             return msgspec.convert(answer, Answer)
+        except RemoteError as error:  # without where it stood in the run's program
+            text = str(error.args[0])
+            text = text.partition(f"{error.kind}: ")[2] or text
+            refused = "The run does not want this machine any more: " if self._name else ""
+            raise JoinError(f"{refused}{text}") from None
         except msgspec.ValidationError as error:
             raise JoinError(
                 f"The run's answer is not what this version understands ({error}): use the same "
                 "version of Dreamfleet on both machines."
             ) from None
 
-    def _config(self, described: Answer) -> RunConfig:
-        """The run as this machine's environments see it. It imports nothing that the run names."""
+    # --- joining ---------------------------------------------------------------------------------
+
+    def _tried(self, described: Answer) -> RunConfig:
+        """The run as this machine's environments see it, once they were made here and the run's
+        servers were reached. Imports nothing that the run names, unless that is allowed."""
         config = RunConfig.from_json(described.config)
-        self._check_task(config.task)
-        return replace(
+        named = self._offer.task
+        if named is not None and named != config.task:
+            raise ConfigError(
+                f"The run's task is {config.task}, not {named}: use --task {config.task}."
+            )
+        code, stated = code_in([("task", config.task)]), ["task"] if named else []
+        admit("The run", code, trust=self._offer.trust, stated=stated)
+        config = replace(
             config,
             logdir=self._place,
             keys=str(self._place / _KEY),
             envs_per_process=self._offer.envs_per_process or config.envs_per_process,
-            # They are found in this machine's address book.
+            # They are found in this machine's registry.
             actor_addr=_LOOKED_UP,
             evaluator_addr=_LOOKED_UP,
         )
-
-    def _check_task(self, task: str) -> None:
-        named = self._offer.task
-        if named is not None and named != task:
-            raise ConfigError(f"The run's task is {task}, not {named}: use --task {task}.")
-        stated = ["task"] if named else []
-        code = code_in([("task", task)])
-        admit("The run", code, trust=self._offer.trust, stated=stated)
+        self._probe_env(config, described.spaces)
+        # One at whose port nothing listens may start later.
+        if problem := self._closed_port(described.addresses, _PROBE_SECONDS, ignore=_REFUSED):
+            raise JoinError(f"{problem}.")
+        return config
 
     def _probe_env(self, config: RunConfig, spaces: str) -> None:
         """Make an environment once, so that one that does not work here is told before it joins."""
@@ -265,93 +261,56 @@ class _Machine:
         for note in probe.notes:
             self._say(note)
 
+    def _closed_port(self, told: Mapping[str, str], seconds: float, ignore: str = "") -> str:
+        """The first server of the run that cannot be reached from here, and all ports that have to
+        be open, without a period; empty if all are reached."""
+        servers = called_servers(self._address, told)
+        needed = {"evaluator"} if self._offer.eval_envs else set()
+        if self._offer.envs or "evaluator" not in servers:
+            needed |= servers.keys() - {"evaluator"}
+        servers = {name: each for name, each in servers.items() if name in needed}
+        for name, address in servers.items():
+            if (problem := port_problem(address, seconds)) in ("", ignore):
+                continue
+            ports: dict[str, list[str]] = {}
+            for each in (self._address, *servers.values()):
+                ports.setdefault(each.host, []).append(str(each.port))
+            every = " and ".join(f"{', '.join(each)} of {host}" for host, each in ports.items())
+            return (
+                f"TCP port {address.port} of {address.host} ({name}) cannot be reached: {problem}. "
+                f"Ports that have to be open for this machine: {every}"
+            )
+        return ""
+
     # --- serving ---------------------------------------------------------------------------------
 
-    def _run(self, client: Client, described: Answer) -> str:
-        """Run what the run's supervisor says; returns how the run ended, or nothing if it has other
-        settings now."""
-        config = self._config(described)
-        asked = self._asked(described.digest, config.envs_per_process)
-        with LocalLauncher(self._place) as launcher, _Workers(launcher, config) as workers:
-            try:
-                answer = self._follow(client, config.task, asked, workers)
-            except KeyboardInterrupt:
-                self._say(_LEAVING)
-                workers.end()
-                with suppress(TransportError):  # it is noticed after a while
-                    client.call("leave", self._token).result(_CALL_SECONDS)
-                raise
-        if answer.dismissed:
-            raise JoinError(f"The run has dismissed this machine: {answer.dismissed}")
-        return answer.over
-
-    def _follow(self, client: Client, task: str, asked: Asked, workers: _Workers) -> Answer:
-        """Do what each answer says, until one says that this machine's part is over."""
-        heard = shown = moved = time.monotonic()
-        made, why, silent, told, name = 0, "", False, False, ""
-        rate = Rate(_SAY_SECONDS)
-        while True:
-            report = MachineReport(workers.report(), why)
-            sent = time.monotonic()
-            rate.add(sent, workers.steps)
-            if workers.steps != made:
-                made, moved, why, told = workers.steps, sent, "", False
-            try:
-                answer = self._poll(client, asked, report, _POLL_TIMEOUT)
-            except (TransportError, JoinError) as error:
-                if not name and isinstance(error, JoinError):
-                    raise
-                self._check_silence(error, time.monotonic() - heard)
-                if not silent:
-                    self._say(
-                        "The run does not answer; the environments wait for it "
-                        f"({str(error).rstrip('.')})."
-                    )
-                silent = True
-                time.sleep(POLL_SECONDS)
-                continue
-            if silent:
-                self._say("The run answers again.")
-            heard, silent = sent, False
-            if answer.over or answer.dismissed or answer.digest != asked.digest:
-                return answer
-            if not name:
-                name = answer.name
-                self._say(
-                    f"Joined {task} as {name} with {_counted(self._offer)}; logs are in "
-                    f"{self._place / 'logs'}. Ctrl-C leaves."
-                )
-            with suppress(OSError):  # a full disk; those of before may still be right
-                publish_addresses(self._place, self._address, answer.addresses)
-            workers.follow(answer.workers)
-            if sent - shown > _SAY_SECONDS:
-                shown, told = sent, False
-                self._say(f"{readable(made)} steps, {readable(round(rate.value, 1))} steps/s")
-            if sent - moved > _STILL_SECONDS:
-                moved, why = sent, self._why_still(answer.addresses, workers)
-                # Between two rounds of evaluation there is nothing to do.
-                if not told and (why or self._offer.envs):
-                    self._say(f"This machine makes no steps: {why or _NO_ACTIONS}.")
-                    told = True
-            time.sleep(POLL_SECONDS)
-
-    def _check_silence(self, error: DreamfleetError, seconds: float) -> None:
-        """Give up on a run that refuses this machine, or that does not answer for too long."""
-        if isinstance(error, JoinError):
-            raise JoinError(f"The run does not want this machine any more: {error}") from None
-        if _REFUSED_KEY in str(error):
-            raise JoinError(
-                "The run refuses this machine's key by now: it was revoked. The environments have "
-                "ended. Ask for a new line, which 'dreamfleet invite DIR' prints there."
-            ) from None
-        if seconds > self._patience:
-            raise JoinError(_unreachable(self._address, error)) from None
-
-    def _why_still(self, told: Mapping[str, str], workers: _Workers) -> str:
-        """What keeps the environments here from making steps; empty if nothing does."""
-        if problems := closed_ports(self.servers(told), _PORT_SECONDS):
-            return self.ports_text(told, problems)[:1000]
-        return workers.hanging()
+    def _follow(self, answer: Answer, workers: _Workers) -> None:
+        """Run what the answer says, and say how it goes."""
+        now = time.monotonic()
+        if not self._name:
+            self._name = answer.name
+            self._say(
+                f"Joined {workers.config.task} as {self._name} with {_counted(self._offer)}; logs "
+                f"are in {self._place / 'logs'}. Ctrl-C leaves."
+            )
+        with suppress(OSError):  # a full disk; those of before may still be right
+            publish_addresses(self._place, self._address, answer.addresses)
+        workers.follow(answer.workers)
+        self._rate.add(now, workers.steps)
+        if workers.steps != self._steps:
+            self._steps, self._moved, self._why, self._told = workers.steps, now, "", False
+        if now - self._shown > _SAY_SECONDS:
+            self._shown, self._told = now, False
+            rate = readable(round(self._rate.value, 1))
+            self._say(f"{readable(self._steps)} steps, {rate} steps/s")
+        if now - self._moved > _STILL_SECONDS:
+            self._moved = now
+            self._why = self._closed_port(answer.addresses, _PORT_SECONDS)[:1000]
+            self._why = self._why or workers.hanging()
+            # Between two rounds of evaluation there is nothing to do.
+            if not self._told and (self._why or self._offer.envs):
+                self._told = True
+                self._say(f"This machine makes no steps: {self._why or _NO_ACTIONS}.")
 
 
 class _Started(NamedTuple):
@@ -363,17 +322,24 @@ class _Started(NamedTuple):
 class _Workers:
     """The processes of this machine. Which ones there are is decided by the run's supervisor."""
 
-    def __init__(self, launcher: LocalLauncher, config: RunConfig) -> None:
-        self._launcher, self._config = launcher, config
+    config: RunConfig
+    """The run, once it is known."""
+
+    def __init__(self, launcher: LocalLauncher) -> None:
+        self._launcher = launcher
         self._started: dict[str, _Started] = {}
         self.steps = 0
-        shutil.rmtree(health_path(config, ""), ignore_errors=True)  # counts are of this run
 
-    def __enter__(self) -> _Workers:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.end()
+
+    def begin(self, config: RunConfig) -> None:
+        """Run environments of this run from now on."""
+        self.config = config
+        shutil.rmtree(health_path(config, ""), ignore_errors=True)  # counts are of this run
 
     def follow(self, orders: Mapping[str, Order]) -> None:
         """Start what is new, and end what is no longer wanted."""
@@ -388,17 +354,15 @@ class _Workers:
 
     def _start(self, name: str, order: Order) -> _Started:
         # Ids are used again, by other machines too: their environments play other episodes.
-        seed = env_seed(self._config.seed, JOINED + order.incarnation)
-        config = replace(self._config, seed=seed)
-        make, ids = environments(config, None), list(order.ids)
-        health = health_path(config, f"env-{ids[0]}")
-        Health(health)  # clears what its predecessor was doing
-        function = partial(
-            parallel_env, make, ids, config, order.is_eval, incarnation=order.incarnation
-        )
-        worker = Worker(name, "env", function, ONE_THREAD)
+        seed = env_seed(self.config.seed, fenced([0], order.incarnation)[0])
+        config = replace(self.config, seed=seed)
+        ids, is_eval, incarnation = order.ids, order.is_eval, order.incarnation
+        make = environments(config, None)
+        worker = env_worker(make, ids, config, is_eval, name, incarnation=incarnation)
+        assert isinstance(worker.health, Path)
+        Health(worker.health)  # clears what its predecessor was doing
         self._launcher.prepare([worker])
-        return _Started(order, self._launcher.start(worker), health)
+        return _Started(order, self._launcher.start(worker), worker.health)
 
     def report(self) -> dict[str, WorkerReport]:
         """How the workers are doing."""
@@ -413,7 +377,7 @@ class _Workers:
     def hanging(self) -> str:
         """Environments that take long right now."""
         records = [read_health(each.health) for each in self._started.values()]
-        return hanging(records, self._config.env_timeout, time.time())
+        return hanging(records, self.config.env_timeout, time.time())
 
     def end(self) -> None:
         """End all of them. Ctrl-C once more does so at once."""
@@ -441,10 +405,10 @@ def _counted(offer: Offer) -> str:
 
 def publish_addresses(place: Path, joined_at: Address, addresses: Mapping[str, str]) -> None:
     """Keep where the servers of the run listen that a machine may call."""
-    book = DirectoryBook()
+    registry = Registry(place)
     for name, address in called_servers(joined_at, addresses).items():
-        if book.find(place, name) != address.text:
-            book.publish(place, name, address.text)
+        if registry.find(name) != address.text:
+            registry.publish(name, address.text)
 
 
 def called_servers(joined_at: Address, told: Mapping[str, str]) -> dict[str, Address]:
@@ -460,15 +424,7 @@ def called_servers(joined_at: Address, told: Mapping[str, str]) -> dict[str, Add
     return servers
 
 
-def closed_ports(servers: Mapping[str, Address], seconds: float) -> dict[str, str]:
-    """The servers that cannot be reached from here, and why."""
-    try_port = partial(_port_problem, seconds=seconds)
-    with ThreadPoolExecutor(_PORTS_AT_ONCE) as threads:
-        found = dict(zip(servers, threads.map(try_port, servers.values()), strict=True))
-    return {name: text for name, text in found.items() if text}
-
-
-def _port_problem(address: Address, seconds: float) -> str:
+def port_problem(address: Address, seconds: float) -> str:
     """Why nothing is reached at an address, which the transport only knows as silence."""
     try:
         socket.create_connection((address.host, address.port), timeout=seconds).close()
@@ -503,25 +459,24 @@ def _check_spaces(task: str, run: str, here: tuple[Spaces, Spaces]) -> None:
 # --- getting there -------------------------------------------------------------------------------
 
 
-def _probe(address: Address) -> None:
+def _check_port(address: Address) -> None:
     """Say why the run cannot be reached."""
-    problem = _port_problem(address, _PROBE_SECONDS)
-    if not problem:
-        return
+    problem = port_problem(address, _PROBE_SECONDS)
     if problem == _REFUSED:
         problem = (
             "nothing listens there: the run has ended or was started without --bind, or the port "
             "is another one. 'dreamfleet resume' starts it again"
         )
-    raise JoinError(
-        f"{address.host}:{address.port} cannot be reached: {problem}. Check the address, and that "
-        f"TCP port {address.port} and the others that stand below the run's line are open for this "
-        "machine."
-    )
+    if problem:
+        raise JoinError(
+            f"{address.host}:{address.port} cannot be reached: {problem}. Check the address, and "
+            f"that TCP port {address.port} and the others that stand below the run's line are open "
+            "for this machine."
+        )
 
 
-def _unreachable(address: Address, error: DreamfleetError) -> str:
-    there, text = f"{address.host}:{address.port}", str(error)
+def _unreachable(address: Address, text: str) -> str:
+    there = f"{address.host}:{address.port}"
     if _REFUSED_KEY in text:
         return (
             f"The run at {there} refused the key: it was revoked, or is another run's. Ask for a "
@@ -533,12 +488,6 @@ def _unreachable(address: Address, error: DreamfleetError) -> str:
             "not copied whole. 'dreamfleet invite DIR' prints it again there."
         )
     return f"The run at {there} does not answer: {text} It may have ended."
-
-
-def _sentence(error: RemoteError) -> str:
-    """What the run said, without where it stood in its program."""
-    text = error.args[0]
-    return str(text).partition(f"{error.kind}: ")[2] or str(text)
 
 
 # --- this machine --------------------------------------------------------------------------------

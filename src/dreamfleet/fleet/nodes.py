@@ -19,7 +19,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,9 +30,9 @@ from typing import Annotated, Any, Self
 import msgspec
 from msgspec import Meta
 
-import dreamfleet
+from dreamfleet import __version__
 from dreamfleet.clock import LocalClock
-from dreamfleet.config import JOINED, JOINED_EVAL, RunConfig
+from dreamfleet.config import RunConfig
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.fleet.launchers import RestartPolicy, Worker
 from dreamfleet.fleet.preflight import step_bytes
@@ -62,7 +62,6 @@ POLL_SECONDS = 1.0
 """Between two questions of a machine."""
 LOST_SECONDS = 60.0
 """After which others may get the ids of a machine that is not heard of."""
-MAX_MACHINES = 4096
 MAX_ENVS = 1 << 17
 OUTPUT_LENGTH = 8000
 _AWAY_SECONDS = 4.0
@@ -244,9 +243,9 @@ class Machine:
         for worker in self.running.values():
             worker.end(STOPPED)
 
-    def ids(self, *, is_eval: bool) -> list[int]:
-        return [envid for ids, evaluates in self.groups.values() if evaluates == is_eval
-                for envid in ids]  # fmt: skip
+    def count(self, *, is_eval: bool) -> int:
+        """Its environments of one kind."""
+        return sum(len(ids) for ids, evaluates in self.groups.values() if evaluates == is_eval)
 
     @property
     def steps(self) -> int:
@@ -260,8 +259,8 @@ class Machine:
         return MachineStatus(
             name=self.name,
             state="left" if gone else "away" if away else "joined",
-            envs=len(self.ids(is_eval=False)),
-            eval_envs=len(self.ids(is_eval=True)),
+            envs=self.count(is_eval=False),
+            eval_envs=self.count(is_eval=True),
             seconds=now - (self.heard if gone else self.joined),
             silence=now - self.heard,
             steps=self.steps,
@@ -299,17 +298,15 @@ class JoinedNodes:
             log.warning("%s", error)
         self._chunk_bytes = _chunk_bytes(run)
         most_eval = MOST_JOINED if run.eval_every else MAX_ENVS
-        self._room = {JOINED: _room(run, self._chunk_bytes), JOINED_EVAL: most_eval}
+        self._room = {False: _room(run, self._chunk_bytes), True: most_eval}
         self._description, self._host = _description(run), parse(address).host
         self._over = ""
         self._stop = threading.Event()
         self._invited = invited(run)
-        hooks = hooks_of(self._invited)
-        self._server = Server(address, "nodes", keys=run.server_keys, **hooks)
-        # Nothing is doubled by a resend: a machine that does not ask again is lost.
-        may: dict[str, Any] = {"repeatable": True, "roles": (ROLE,)}
-        self._server.bind("poll", self.poll, pass_caller=True, **may)
-        self._server.bind("leave", self.leave, pass_caller=True, **may)
+        self._server = Server(address, "nodes", keys=run.server_keys, **hooks_of(self._invited))
+        for method in (self.poll, self.leave):  # nothing is doubled by a resend
+            name = method.__name__
+            self._server.bind(name, method, pass_caller=True, repeatable=True, roles=(ROLE,))
         self._thread = threading.Thread(target=self._keep, name="nodes", daemon=True)
         with self._lock:
             self._write()  # nothing that a run before this one has started acts any more
@@ -342,43 +339,41 @@ class JoinedNodes:
     def machines(self) -> tuple[MachineStatus, ...]:
         """Those that have joined, then those that have left."""
         with self._lock:
-            self._drop_lost()
+            self._drop_gone()
             now = self._clock()
             return tuple(each.status(now) for each in (*self._nodes.values(), *self._left))
 
     # --- what machines call ----------------------------------------------------------------------
 
-    def poll(self, caller: Caller, token: Any, asked: Any, report: Any) -> Any:
+    def poll(self, caller: Caller, token: Name, asked: Asked, report: MachineReport) -> Any:
         """What a machine is to run now; one that is not known joins."""
-        key, told = (caller.name, _checked(token, Name)), _checked(report, MachineReport)
-        request: Asked = _checked(asked, Asked)
-        _check_version(request.version)
-        digest = self._description["digest"]
-        found: dict[str, Any] = {"digest": digest}
-        if request.digest != digest:
-            found = dict(self._description)
+        if asked.version != __version__:
+            raise Refused(
+                f"The run has Dreamfleet {__version__} and this machine {asked.version}: install "
+                f"{__version__} here (pip install dreamfleet=={__version__})."
+            )
+        key, known = (caller.name, token), asked.digest == self._description["digest"]
+        found = {"digest": asked.digest} if known else dict(self._description)
         with self._lock:
-            self._drop_lost()
+            self._drop_gone()
             node = self._nodes.get(key)
-            if node is None and not self._over and request.digest == digest:
-                node = self._nodes[key] = self._make_node(request, caller.name)
+            if node is None and known and not self._over:
+                node = self._nodes[key] = self._make_node(asked, caller.name)
                 log.info("%s has joined with %s", node.name, list(node.groups.values()))
                 self._supervisor.add(node, node.workers(self._run))
             if node is not None:
-                node.take(told, self._clock())
+                node.take(report, self._clock())
                 found |= {"name": node.name, "dismissed": node.dismissed, "workers": node.orders()}
                 if self._over or node.dismissed:
                     self._drop(key, node.dismissed)
-            told_addresses = addresses(self._run, self._host)
-            answer = Answer(over=self._over, addresses=told_addresses, **found)
-        return msgspec.to_builtins(answer)
+            told = addresses(self._run, self._host)
+            return msgspec.to_builtins(Answer(over=self._over, addresses=told, **found))
 
-    def leave(self, caller: Caller, token: Any) -> None:
+    def leave(self, caller: Caller, token: Name) -> None:
         """A machine leaves."""
-        key = caller.name, _checked(token, Name)
         with self._lock:
-            if key in self._nodes:
-                self._drop(key, "")
+            if (caller.name, token) in self._nodes:
+                self._drop((caller.name, token), "")
 
     # --- environments ----------------------------------------------------------------------------
 
@@ -395,14 +390,12 @@ class JoinedNodes:
                 f"use --envs-per-process {most} or less."
             )
         self._check_disk(asked.envs + asked.eval_envs)
-        if len(self._nodes) >= MAX_MACHINES:
-            raise Refused(f"{MAX_MACHINES} machines have joined this run, which are the most.")
         name = self._unused_name(asked.host)
         groups: dict[str, tuple[tuple[int, ...], bool]] = {}
-        for first, wanted in ((JOINED, asked.envs), (JOINED_EVAL, asked.eval_envs)):
-            is_eval = first == JOINED_EVAL
+        ids = self._free_ids(asked)
+        for is_eval, own in ((False, ids[: asked.envs]), (True, ids[asked.envs :])):
             actors = 1 if is_eval and run.eval_every else run.actors  # or the evaluator
-            for mine in groups_of(self._free_ids(first, wanted), size, actors):
+            for mine in groups_of(own, size, actors):
                 groups[f"{name}/{'eval' if is_eval else 'env'}-{len(groups)}"] = (mine, is_eval)
         now = self._clock()
         return Machine(name, invitation, groups, now, now, self._start)
@@ -432,17 +425,20 @@ class JoinedNodes:
         )
         write_fences(self._run.logdir, Fences(self._newest, fences))
 
-    def _free_ids(self, first: int, wanted: int) -> tuple[int, ...]:
-        """The lowest ids that are free: the streams of the replay stay few."""
-        is_eval = first == JOINED_EVAL
-        used = {envid for node in self._nodes.values() for envid in node.ids(is_eval=is_eval)}
-        if len(used) + wanted > self._room[first]:
-            kind = "evaluation" if is_eval else "training"
-            raise Refused(
-                f"{wanted} more {kind} environments are too many: {len(used)} have joined, and "
-                f"there is room for {self._room[first]} in the run's replay."
-            )
-        return tuple(islice((envid for envid in count(first) if envid not in used), wanted))
+    def _free_ids(self, asked: Asked) -> tuple[int, ...]:
+        """The lowest ids that are free, after the run's own: the streams of the replay stay few."""
+        nodes = self._nodes.values()
+        for is_eval, wanted in ((False, asked.envs), (True, asked.eval_envs)):
+            joined = sum(node.count(is_eval=is_eval) for node in nodes)
+            if wanted and joined + wanted > self._room[is_eval]:
+                kind = "evaluation" if is_eval else "training"
+                raise Refused(
+                    f"{wanted} more {kind} environments are too many: {joined} have joined, and "
+                    f"there is room for {self._room[is_eval]} in the run's replay."
+                )
+        used = {envid for node in nodes for ids, _ in node.groups.values() for envid in ids}
+        free = (envid for envid in count(self._run.all_envs) if envid not in used)
+        return tuple(islice(free, asked.envs + asked.eval_envs))
 
     def _unused_name(self, host: str) -> str:
         name = "".join(letter if letter.isprintable() else "?" for letter in host).replace("/", "-")
@@ -474,26 +470,21 @@ class JoinedNodes:
             self._write()
         log.info("%s has left%s", node.name, f": {why}" if why else "")
 
-    def _drop_lost(self) -> None:
-        now = self._clock()
+    def _drop_gone(self) -> None:
+        """Drop machines that are lost or revoked."""
+        now, revoked = self._clock(), self._invited.revoked() if self._invited else ()
         for key, node in list(self._nodes.items()):
-            if now - node.heard > LOST_SECONDS:
+            if node.invitation in revoked:
+                self._drop(key, f"its invitation {node.invitation!r} was revoked")
+            elif now - node.heard > LOST_SECONDS:
                 self._drop(key, f"was not heard of for {LOST_SECONDS:g} s")
 
-    def _drop_revoked(self, invitations: Collection[str]) -> None:
-        for key, node in list(self._nodes.items()):
-            if node.invitation in invitations:
-                self._drop(key, f"its invitation {node.invitation!r} was revoked")
-
     def _keep(self) -> None:
-        """Drop machines that are lost or revoked, and tell the logger of the others."""
+        """Look for machines that are gone, and tell the logger of the others."""
         should_log, run = LocalClock(self._run.log_every), self._run
         logger = LoggerClient(run, "nodes", 2)
         try:
             while not self._stop.wait(min(_CHECK_SECONDS, run.log_every)):
-                with self._lock:
-                    if self._invited:
-                        self._drop_revoked(self._invited.revoked())
                 machines = self.machines()
                 if should_log() and logger.stats()["inflight"] < 2:
                     with suppress(TransportError):  # it is restarting, and the next ones follow
@@ -572,23 +563,3 @@ def _description(run: RunConfig) -> dict[str, Any]:
         spaces = ""
     digest = hashlib.blake2b((text + spaces).encode(), digest_size=16).hexdigest()
     return {"config": text, "spaces": spaces, "digest": digest}
-
-
-def _check_version(version: str) -> None:
-    if version != dreamfleet.__version__:
-        raise Refused(
-            f"The run has Dreamfleet {dreamfleet.__version__} and this machine {version}: install "
-            f"{dreamfleet.__version__} here (pip install dreamfleet=={dreamfleet.__version__})."
-        )
-
-
-def _checked(value: Any, kind: Any) -> Any:
-    """A value from the network.
-
-    Raises:
-        Refused: It is something else.
-    """
-    try:
-        return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, ValueError, TypeError, RecursionError) as error:
-        raise Refused(f"This is no valid request: {error}.") from None

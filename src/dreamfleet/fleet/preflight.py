@@ -10,10 +10,10 @@ import re
 import resource
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dreamfleet.agents.dreamer.features import observed
 from dreamfleet.agents.registry import BUILT_IN
@@ -50,24 +50,11 @@ _FILES_PER_PROCESS, _OTHER_FILES = 4, 100
 _RUN_FILES = ("*.json", "*.jsonl", "ckpt/*/positions", "ckpt/*/episodes", "ckpt/logger/step")
 
 
-class PreflightResult(NamedTuple):
-    """What is known of a run before it starts."""
-
-    spaces: tuple[Spaces, Spaces]
-    """Of observations and of actions."""
-    notes: list[str]
-    """What was recognised or assumed about the environment, and warnings, a sentence each."""
-    log_info: Sequence[str] = ()
-    """Names in the environment's `info` that ask to be logged."""
-    output: str = ""
-    """What the environment printed."""
-
-
 def preflight(
     config: RunConfig,
     make_env: Callable[[int], Any] | None = None,
     say: Callable[[str], None] = log.info,
-) -> PreflightResult:
+) -> EnvProbe:
     """Probe the environment, and refuse a run that cannot work or does not fit on this machine.
 
     Args:
@@ -76,17 +63,20 @@ def preflight(
         say: Takes lines to print. The first one comes before the environment is made, which may
             take long.
 
+    Returns:
+        What was found, with notes on the run.
+
     Raises:
         ConfigError: Something does not fit; the message holds the numbers and the fix.
         AddressError: A server cannot listen at its address.
         DreamfleetError: The environment cannot be made, or the agent cannot be made for it.
     """
-    find_launcher(config.launcher)
+    launcher = find_launcher(config.launcher)
     check_outputs(config)
     check_place(config.logdir)
     check_directory(config)
     check_replay(config)
-    on_this_machine = config.launcher != "ray"
+    on_this_machine = not launcher.default_address.startswith("tcp:")
     if on_this_machine:
         check_files(config)
         check_addresses()
@@ -97,25 +87,24 @@ def preflight(
     say(f"Training {config.agent} on {config.task}; everything goes to {config.logdir}")
     if config.offline:
         blueprint = find_source(config.offline[0]).blueprint
-        spaces = blueprint.obs_space, blueprint.act_space
-        check_agent(config, *spaces)
-        check_messages(config, *spaces)
-        return PreflightResult(spaces, [])
-    probe = _probe(config, make_env or partial(environment, config, None), say)
-    spaces = probe.obs_space, probe.act_space
+        probe = EnvProbe(blueprint.obs_space, blueprint.act_space)
+    else:
+        probe = _probe(config, make_env or partial(environment, config, None), say)
+    spaces = probe.spaces
     check_agent(config, *spaces)
-    check_spaces(config, *spaces)
     check_messages(config, *spaces)
-    notes = list(probe.notes)
+    if config.offline:
+        return probe
+    check_spaces(config, *spaces)
     if on_this_machine:
         check_memory(config, probe.bytes, probe.further_bytes)
         if not config.remote_replay:
             held = 2 * config.replay.capacity // config.replay_shards
             slots = held + SPARE_SLOTS * config.replay.chunk
             check_addresses(slots * step_bytes(config, *spaces))
-        notes += run_notes(config, *spaces)
+        probe = probe._replace(notes=[*probe.notes, *run_notes(config, *spaces)])
     check_disk(config, *spaces)
-    return PreflightResult(spaces, notes, probe.log_info, probe.output)
+    return probe
 
 
 def _probe(
@@ -123,7 +112,7 @@ def _probe(
 ) -> EnvProbe:
     known = read_spaces(config, config.logdir) if config.remote_envs else None
     if known:  # the environments are elsewhere; the only one may be in use
-        return EnvProbe(*known, 0, 0, [])
+        return EnvProbe(*known)
     both = config.all_envs > 1 and not config.remote_envs
     if config.launcher == "serial":
         return probe_env(make_env, both=both)

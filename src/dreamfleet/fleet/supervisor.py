@@ -10,13 +10,13 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.fleet.launchers import (
@@ -39,7 +39,7 @@ from dreamfleet.fleet.record import (
 )
 from dreamfleet.fleet.status_writer import StatusWriter
 from dreamfleet.roles.health import Health, HealthRecord, read_health
-from dreamfleet.roles.runtime import FIRST_DELAY, LONGEST_DELAY, STOP_SIGNAL, STOPPED, end_signals
+from dreamfleet.roles.runtime import STOP_SIGNAL, STOPPED, backoff, on_end_signal
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class Supervisor:
         self._events_seen = deque(before.events if before else (), MAX_EVENTS)
         self._record = FleetRecord.of_this_process(launcher_name)
         self._state: RunState = "running"
-        self._at_once = False
+        self._at_once = self._interrupted = False
 
     def run(self, tick: Callable[[], None] = lambda: None, every: float = 10.0) -> None:
         """Start everything and return when the run is over and every worker has ended.
@@ -137,7 +137,7 @@ class Supervisor:
             if self._logdir
             else nullcontext()
         )
-        with self._signals(), status:
+        with on_end_signal(self._on_signal), status:
             try:
                 for member in reversed(self._members):
                     self._start(member)
@@ -357,28 +357,12 @@ class Supervisor:
         error = "" if event == "started" else member.failure
         self._events_seen.append(Event(round(time.time(), 3), member.name, event, error))
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
+    def _on_signal(self, number: int, _frame: Any) -> None:
         """SIGINT, SIGTERM and SIGHUP end the run in order; a second one ends it at once. SIGHUP is
         never a second one: a terminal that is closed brings several, and perhaps a SIGTERM."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        seen: list[str] = []
-
-        def handle(number: int, _frame: Any) -> None:
-            name = signal.Signals(number).name
-            again = number != signal.SIGHUP and bool(seen)
-            if number != signal.SIGHUP:
-                seen.append(name)
-            self.stop(name, at_once=again)
-
-        old = {each: signal.signal(each, handle) for each in end_signals()}
-        try:
-            yield
-        finally:
-            for each, handler in old.items():
-                signal.signal(each, handler)
+        again = number != signal.SIGHUP and self._interrupted
+        self._interrupted = self._interrupted or number != signal.SIGHUP
+        self.stop(signal.Signals(number).name, at_once=again)
 
 
 def is_full(folder: Path) -> bool:
@@ -398,18 +382,13 @@ class _Member:
         self.restarts = 0
         self.failure = ""
         self.env_failures = self.health().failures  # those before this supervisor are known
-        self._running: RunningWorker | None = None
+        self._running: RunningWorker = _NotStarted()
         self._killed = False  # because it cannot end in order
         self._started = 0.0
 
     @property
     def alive(self) -> bool:
-        return self._running is not None and self._running.wait(0) is None
-
-    @property
-    def runs(self) -> bool:
-        """Whether it is alive and has a machine."""
-        return self.alive and self._running is not None and self._running.pid > 0
+        return self._running.wait(0) is None
 
     @property
     def log_file(self) -> Path:
@@ -417,7 +396,7 @@ class _Member:
 
     @property
     def error(self) -> BaseException | None:
-        return self._running.error if self._running else None
+        return self._running.error
 
     def health(self) -> HealthRecord:
         record = self.worker.health
@@ -436,26 +415,23 @@ class _Member:
         return self._running
 
     def terminate(self) -> None:
-        if self._running:
-            self._running.terminate()
+        self._running.terminate()
 
     def kill(self) -> None:
         self._killed = True
-        if self._running:
-            self._running.kill()
+        self._running.kill()
 
     def end(self) -> bool:
         """Kill it if it has not ended by itself; returns whether it had."""
         if not self.alive:
             return True
-        assert self._running is not None
         self._running.kill()
         self._running.wait()
         return False
 
     def failed_to_end(self) -> str:
         """How it has failed, if it did, instead of doing what is done before it ends."""
-        code = self._running.wait(0) if self._running else 0
+        code = self._running.wait(0)
         # A process that has not got so far that it could be asked is ended by the signal, or by
         # that of a scheduler.
         if code in (0, STOPPED, *_ASKED) or code is None or self._killed:
@@ -464,7 +440,7 @@ class _Member:
 
     def output(self) -> str:
         try:
-            return self._running.output() if self._running else ""
+            return self._running.output()
         except OSError as error:  # its log cannot be read
             return str(error)
 
@@ -492,9 +468,9 @@ class _Member:
         return how, [line for line in lines if line[:1].strip()][-1][:_REASON_LENGTH]
 
     def status(self, fleet: RunState) -> WorkerStatus:
-        running = self._running if self.alive else None
+        running = self._running if self.alive else _NotStarted()
         state: WorkerState = "starting"
-        if self.runs:
+        if running.pid:
             state = "running"
         elif fleet != "running":
             state = "ended"
@@ -504,8 +480,8 @@ class _Member:
             name=self.name,
             role=self.worker.role,
             state=state,
-            pid=(running.pid or None) if running else None,
-            host=running.host if running else "",
+            pid=running.pid or None,
+            host=running.host,
             started=self._started,
             restarts=self.restarts,
             error=self.failure,
@@ -513,27 +489,22 @@ class _Member:
 
 
 class _NotStarted:
-    """A worker that could not be started, which is a failure like any other."""
+    """A worker that was not started, or that could not be, which is a failure like any other."""
 
     pid, host = 0, ""
 
-    def __init__(self, error: OSError) -> None:
+    def __init__(self, error: OSError | None = None) -> None:
         self.error = error
 
     def wait(self, timeout: float | None = None) -> int:  # noqa: ARG002 - the protocol's
-        return 1
+        return int(self.error is not None)
 
     def terminate(self) -> None: ...
 
     def kill(self) -> None: ...
 
     def output(self) -> str:
-        return "".join(traceback.format_exception(self.error)).rstrip()
-
-
-class _Failure(NamedTuple):
-    name: str
-    error: str
+        return "".join(traceback.format_exception(self.error)).rstrip() if self.error else ""
 
 
 class Failures:
@@ -541,7 +512,7 @@ class Failures:
     and one that fails at every start ends soon."""
 
     def __init__(self) -> None:
-        self._failures: list[_Failure] = []
+        self._failures: list[tuple[str, str]] = []  # who, and the error
         self._progress: dict[str, int] = {}
 
     def add(self, name: str, error: str, policy: RestartPolicy, progress: int = 0) -> float:
@@ -554,14 +525,14 @@ class Failures:
                 forgiven yet, because one failure often brings others along.
         """
         if progress > self._progress.get(name, 0):
-            self._failures = [each for each in self._failures if each.name != name]
+            self._failures = [each for each in self._failures if each[0] != name]
         self._progress[name] = progress
-        count = sum(failure.name == name for failure in self._failures)
-        self._failures.append(_Failure(name, error))
+        count = sum(who == name for who, _ in self._failures)
+        self._failures.append((name, error))
         if count >= policy.max_restarts:
             raise FleetError(
                 f"{name} failed again after {count} restarts without progress in between "
                 f"(max_restarts is {policy.max_restarts}). The first error was: "
-                f"{self._failures[0].error}"
+                f"{self._failures[0][1]}"
             )
-        return min(FIRST_DELAY * 2.0 ** (count - 1), LONGEST_DELAY) if count else 0.0
+        return backoff(count)

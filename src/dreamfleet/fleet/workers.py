@@ -92,31 +92,32 @@ def env_workers(
     process call the same actor.
     """
     wanted = range(args.all_envs) if only is None else only
-    train = [n for n in range(args.envs) if n in wanted]
-    evaluation = [n for n in range(args.envs, args.all_envs) if n in wanted]
-    groups = [(make_train, train, False), (make_eval, evaluation, True)]
     workers = []
-    for make, ids, is_eval in groups:
+    for is_eval, make in ((False, make_train), (True, make_eval)):
+        ids = [n for n in range(args.all_envs) if n in wanted and (n >= args.envs) == is_eval]
         actors = 1 if is_eval and args.eval_every else args.actors  # or the evaluator
-        for mine in groups_of(ids, args.envs_per_process, actors):
-            function = partial(parallel_env, make, mine, args, is_eval)
-            workers.append(_worker(f"env-{mine[0]}", function, args))
+        groups = groups_of(ids, args.envs_per_process, actors)
+        workers += [env_worker(make, mine, args, is_eval) for mine in groups]
     return workers
+
+
+def env_worker(
+    make: Factory,
+    ids: Sequence[int],
+    args: RunConfig,
+    is_eval: bool,
+    name: str = "",
+    **more: Any,
+) -> Worker:
+    """A worker for environments that share a process; `more` goes to `parallel_env`."""
+    function = partial(parallel_env, make, ids, args, is_eval, **more)
+    worker = _worker(f"env-{ids[0]}", function, args)
+    return replace(worker, name=name or worker.name)
 
 
 def eval_workers(make: Factory, groups: Sequence[Sequence[int]], args: RunConfig) -> list[Worker]:
     """Workers for the environments of an evaluation, which are no part of a run."""
-    return [
-        Worker(
-            f"eval-{ids[0]}",
-            "env",
-            partial(parallel_env, make, ids, args, True, False),
-            ONE_THREAD,
-            restart=RestartPolicy(args.on_failure, args.max_restarts),
-            health=health_path(args, f"env-{ids[0]}"),
-        )
-        for ids in groups
-    ]
+    return [env_worker(make, ids, args, True, f"eval-{ids[0]}", in_run=False) for ids in groups]
 
 
 def worker_names(args: RunConfig) -> list[str]:

@@ -33,38 +33,35 @@ def server_name(role: RoleName, index: int = 0) -> str:
     return f"{role}-{index}" if index else role
 
 
-class DirectoryBook:
-    """Addresses as files in the run's directory, each under the name of its server."""
+class Registry:
+    """Names and addresses, as files in a directory that those who look them up share."""
 
-    def publish(self, logdir: Path, name: str, address: str) -> None:
-        atomic_write(self._folder(logdir) / name, address)
+    def __init__(self, logdir: Path) -> None:
+        self._folder = logdir / "addresses"
 
-    def find(self, logdir: Path, name: str) -> str:
+    def publish(self, name: str, address: str) -> None:
+        atomic_write(self._folder / name, address)
+
+    def find(self, name: str) -> str:
         """The newest address of a server; empty if there is none."""
         try:
-            return (self._folder(logdir) / name).read_text()
+            return (self._folder / name).read_text()
         except FileNotFoundError:
             return ""
 
-    def remove(self, logdir: Path, name: str) -> None:
-        path = self._folder(logdir) / name
-        path.unlink(missing_ok=True)
+    def remove(self, name: str) -> None:
+        (self._folder / name).unlink(missing_ok=True)
         with suppress(OSError):  # others are in it, or there is none
-            path.parent.rmdir()
+            self._folder.rmdir()
 
-    def names(self, logdir: Path) -> list[str]:
+    def names(self) -> list[str]:
         """Every name with an address."""
-        folder = self._folder(logdir)
-        return [path.name for path in folder.iterdir()] if folder.is_dir() else []
-
-    def _folder(self, logdir: Path) -> Path:
-        return logdir / "addresses"
+        return [path.name for path in self._folder.iterdir()] if self._folder.is_dir() else []
 
 
 HOST = "{host}"
 """In an address: this machine, by the name or number under which others reach it."""
 
-_book = DirectoryBook()
 _host = socket.gethostname()
 
 
@@ -97,11 +94,11 @@ def publish_address(args: RunConfig, role: RoleName, address: str, index: int = 
     """
     if AUTO not in listen_address(args, role):
         return
-    parsed, name = parse(address), server_name(role, index)
+    parsed, name, registry = parse(address), server_name(role, index), Registry(args.logdir)
     if parsed.host in ("*", "0.0.0.0", "::"):
         address = replace(parsed, host=_host).text
-    before = _book.find(args.logdir, name)
-    _book.publish(args.logdir, name, address)
+    before = registry.find(name)
+    registry.publish(name, address)
     if before != address:
         _remove_socket(before)
 
@@ -115,18 +112,19 @@ def find_server(args: RunConfig, role: RoleName, index: int = 0) -> str | Callab
 
 def published_address(logdir: Path, role: RoleName, index: int = 0) -> str:
     """The newest published address of a server; empty if there is none."""
-    return _book.find(logdir, server_name(role, index))
+    return Registry(logdir).find(server_name(role, index))
 
 
 def remove_addresses(logdir: Path, *, elsewhere: Collection[RoleName] = ()) -> None:
     """Forget where the servers of a run listened, and remove the socket files of killed ones. Roles
     that are started `elsewhere` are left alone: they may serve on."""
-    for name in _book.names(logdir):
+    registry = Registry(logdir)
+    for name in registry.names():
         if name.startswith(tuple(elsewhere)):
             continue
         if not name.startswith("."):  # what a killed process did not finish to write
-            _remove_socket(_book.find(logdir, name))
-        _book.remove(logdir, name)
+            _remove_socket(registry.find(name))
+        registry.remove(name)
 
 
 def _remove_socket(address: str) -> None:

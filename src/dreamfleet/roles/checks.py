@@ -17,10 +17,10 @@ from msgspec import Meta
 from numpy import vdot
 from numpy.typing import NDArray
 
-from dreamfleet.config import JOINED, JOINED_EVAL, RunConfig
+from dreamfleet.config import RunConfig
 from dreamfleet.replay import SchemaError
 from dreamfleet.replay.schema import PRIORITY, STEPID
-from dreamfleet.roles.fences import FenceReader, ids_of, incarnations_of
+from dreamfleet.roles.fences import FenceReader, ids_of, incarnations_of, own_fence
 from dreamfleet.roles.spaces_file import read_spaces
 from dreamfleet.spaces import FLAGS, LOG_PREFIX, RESET, Space, is_image, without_logs
 from dreamfleet.transport import ArgumentError, Caller, Occupied
@@ -56,37 +56,22 @@ def check_acting(args: RunConfig) -> CheckEnvs:
     fences = FenceReader(args.logdir)
 
     def check(sent: NDArray[np.int64], is_eval: NDArray[np.bool_], invitation: str) -> None:
-        ids, incarnations = ids_of(sent), incarnations_of(sent)
-        if not invitation:
-            own = (ids < JOINED) & (incarnations == 0)
-            require(bool(own.all()), "Environments of other machines need an invitation.")
-        _check_ids(args, ids, is_eval)
-        if invitation:
-            for envid, incarnation in zip(ids.tolist(), incarnations.tolist(), strict=True):
-                fence = fences.of(envid)
-                if fence is None or (fence.invitation, fence.incarnation) != (
-                    invitation,
-                    incarnation,
-                ):  # the file may be older here, so it may be tried again
+        columns = ids_of(sent), incarnations_of(sent), is_eval
+        for envid, number, evaluates in zip(*(each.tolist() for each in columns), strict=True):
+            fence = fences.of(envid) if invitation else own_fence(args, envid)
+            if fence is None or (fence.invitation, fence.incarnation) != (invitation, number):
+                if invitation:  # the file may be older here, so it may be tried again
                     raise Occupied(f"Environment {envid} is not given to {invitation!r}.")
+                raise ArgumentError(
+                    f"Environment {envid} is not one of this run's own, and others need an "
+                    "invitation."
+                )
+            what = "evaluation" if fence.is_eval else "training"
+            require(fence.is_eval == evaluates, f"Environment {envid} is for {what}.")
+            served = not (evaluates and args.eval_every)
+            require(served, f"Environment {envid} calls the evaluator, not the actor.")
 
     return check
-
-
-def _check_ids(args: RunConfig, ids: NDArray[np.int64], is_eval: NDArray[np.bool_]) -> None:
-    """Refuse environments that the actors do not serve, or that are for something else, which
-    follows from their numbers."""
-    joined = bool(args.bind) & (ids >= JOINED) & (ids < 2 * JOINED)
-    evaluates = np.where(joined, ids >= JOINED_EVAL, ids >= args.envs)
-    fits = (ids >= 0) & (ids < args.all_envs) | joined
-    if args.eval_every:  # the evaluator serves them
-        fits &= ~evaluates
-    if not fits.all():
-        raise ArgumentError(f"Environment {ids[~fits][0]} is not one of this run's.")
-    wrong = evaluates != is_eval
-    if wrong.any():
-        what = "evaluation" if evaluates[wrong][0] else "training"
-        raise ArgumentError(f"Environment {ids[wrong][0]} is for {what}.")
 
 
 @dataclass(eq=False, slots=True)

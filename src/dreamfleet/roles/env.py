@@ -19,10 +19,9 @@ from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.fences import fenced
 from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.runtime import (
-    FIRST_DELAY,
-    LONGEST_DELAY,
     ActorFailed,
     Factory,
+    backoff,
     close_when_stopped,
     end_process_after,
     stop_event,
@@ -449,8 +448,7 @@ class RestartedEnv:
     def _remove(self) -> None:
         self._watchdog.reset(now=True)
         self.close()
-        delay = FIRST_DELAY * 2.0 ** (self._in_a_row - 2) if self._in_a_row > 1 else 0.0
-        self.due = time.monotonic() + min(delay, LONGEST_DELAY)
+        self.due = time.monotonic() + backoff(max(0, self._in_a_row - 1))
 
 
 class ObservationBlock:

@@ -1,4 +1,4 @@
-"""Which environments joined machines may act in: the file `nodes.json` of a run.
+"""Which environments may act: the run's own, and those of joined machines in `nodes.json`.
 
 Each start of a worker on a joined machine gets an incarnation, a number that is never used again in
 the run. Its environments send it with their ids. The actor and the evaluator take those that the
@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from dreamfleet.config import RunConfig
 from dreamfleet.files import atomic_write
 
 log = logging.getLogger(__name__)
@@ -47,13 +48,18 @@ def incarnations_of(sent: NDArray[np.int64]) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Fence:
-    """A worker on a joined machine, and what it may act in."""
+    """A worker, and what it may act in."""
 
     ids: tuple[int, ...]
     is_eval: bool
     incarnation: int
     invitation: str
-    """The name of the invitation that its machine joined with."""
+    """The name of the invitation that its machine joined with; empty for the run's own."""
+
+
+def own_fence(args: RunConfig, envid: int) -> Fence | None:
+    """What one of the run's own environments may act by."""
+    return Fence((envid,), envid >= args.envs, 0, "") if 0 <= envid < args.all_envs else None
 
 
 @dataclass(frozen=True)

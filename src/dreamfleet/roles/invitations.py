@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -23,7 +23,6 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.files import atomic_write
 from dreamfleet.transport import Identity, Keys, RoleKey, TransportError
 from dreamfleet.transport.address import Address
-from dreamfleet.transport.security import Identify, Revoked
 
 FOLDER = "invitations"
 ROLE = "env"
@@ -60,8 +59,8 @@ class Place:
 
 def url(place: Place, invitation: Invitation) -> str:
     """What is typed on the other machine."""
-    host = f"[{place.host}]" if ":" in place.host else place.host
-    return f"{_SCHEME}://{host}:{place.port}/#{invitation.key}"
+    address = Address("tcp", place.host, place.port)
+    return f"{address.text.replace(address.kind, _SCHEME, 1)}/#{invitation.key}"
 
 
 def join_line(place: Place, invitation: Invitation) -> str:
@@ -236,14 +235,7 @@ def invited(args: RunConfig) -> Invited | None:
     return Invited(args.logdir) if args.bind else None
 
 
-class Hooks(TypedDict, total=False):
-    """What a server is given to know invitations."""
-
-    identify: Identify
-    revoked: Revoked
-
-
-def hooks_of(invited: Invited | None) -> Hooks:
+def hooks_of(invited: Invited | None) -> dict[str, Any]:
     """The arguments of a server that admits those who are invited."""
     return {} if invited is None else {"identify": invited.identify, "revoked": invited.revoked}
 

@@ -8,7 +8,7 @@ import time
 import uuid
 from typing import Any
 
-from dreamfleet.config import JOINED, RunConfig
+from dreamfleet.config import RunConfig
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.transport import Client, Closed, Future
 
@@ -66,4 +66,4 @@ class LoggerClient(Client):
 def video_env(args: RunConfig) -> int:
     """The environment whose episodes are recorded as videos; the actor sends no other's frames. It
     is the run's first one, or the first one of those that join."""
-    return JOINED if args.bind and args.remote_envs else 0
+    return args.all_envs if args.bind and args.remote_envs else 0

@@ -84,7 +84,13 @@ def takes(function: Callable[..., Any], argument: str) -> bool:
 POLL_SECONDS = 0.5
 """Between two looks at what tells nothing by itself."""
 FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0
-"""Seconds before something that has failed is tried again; doubled each time."""
+"""Seconds before something that has failed twice is tried again; doubled each time."""
+
+
+def backoff(failures: int) -> float:
+    """Seconds before something is tried again that had so many failures before this one."""
+    return min(FIRST_DELAY * 2.0 ** (failures - 1), LONGEST_DELAY) if failures else 0.0
+
 
 # --- stopping ------------------------------------------------------------------------------------
 
@@ -314,24 +320,29 @@ def end_process_after(seconds: float) -> None:
 
 
 @contextmanager
+def on_end_signal(handle: Callable[[int, Any], None]) -> Iterator[None]:
+    """Handle the signals that end a run, while the block runs in the main thread."""
+    main = threading.current_thread() is threading.main_thread()
+    old = {each: signal.signal(each, handle) for each in end_signals()} if main else {}
+    try:
+        yield
+    finally:
+        for each, handler in old.items():
+            signal.signal(each, handler)
+
+
+@contextmanager
 def sigterm_interrupts() -> Iterator[None]:
     """SIGTERM and SIGHUP end the block as Ctrl-C does. Ctrl-C and SIGTERM do although others
     ignored them before."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def interrupt(number: int, frame: Any) -> None:
         if number == signal.SIGHUP:  # the shell sends one too
             signal.signal(number, signal.SIG_IGN)
         signal.default_int_handler(number, frame)
 
-    old = {each: signal.signal(each, interrupt) for each in end_signals()}
-    try:
+    with on_end_signal(interrupt):
         yield
-    finally:
-        for each, handler in old.items():
-            signal.signal(each, handler)
 
 
 def close_when_stopped(client: Client) -> None:

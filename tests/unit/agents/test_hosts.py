@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dreamfleet.checkpoint import Checkpoint
-from dreamfleet.roles.scaling.hosts import Rendezvous
+from dreamfleet.roles.scaling.hosts import Member, Rendezvous
 from dreamfleet.transport import Server
 
 UPDATES = 20
@@ -115,9 +115,7 @@ def run(folder: Path, count: int) -> list[Any]:
 def together(programs: list[list[str]]) -> None:
     """Run Python programs, given with their arguments, that meet at the address they get first."""
     count = len(programs)
-    meeting = Rendezvous(count)
-    for index in range(count):
-        meeting.enter(index, "", f"token{index}", {})
+    meeting = Rendezvous(count, lambda index: Member(f"token{index}", "", {}))
     server = Server("tcp://127.0.0.1:{auto}", "hosts")
     server.bind("gather", meeting.gather, workers=2 * count, repeatable=True)
     with server:

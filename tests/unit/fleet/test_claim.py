@@ -101,7 +101,7 @@ def test_without_locks_the_process_and_the_beat_tell(
 
 def test_who_was_overtaken_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that start at the same moment do not see each other, and one of them beats last."""
-    monkeypatch.setattr(claim, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(claim, "BEAT_SECONDS", 0.01)
     ended, said = threading.Event(), []
     monkeypatch.setattr(claim, "end_at_once", ended.set)
     with claim_directory(tmp_path, said.append):

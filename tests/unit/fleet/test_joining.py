@@ -26,11 +26,11 @@ from dreamfleet.fleet.launchers import Worker, find_launcher
 from dreamfleet.fleet.nodes import JoinedNodes
 from dreamfleet.fleet.record import MachineStatus
 from dreamfleet.fleet.supervisor import FleetError, Supervisor
-from dreamfleet.roles.addresses import DirectoryBook
+from dreamfleet.roles.addresses import Registry
 from dreamfleet.roles.fences import read_fences
 from dreamfleet.roles.invitations import Place, first_invitation, revoke, url
 from dreamfleet.roles.spaces_file import write_spaces
-from dreamfleet.transport import Keys, RoleKey, Server
+from dreamfleet.transport import Caller, Keys, RoleKey, Server
 from dreamfleet.transport.address import Address, parse
 
 LONG = 120.0
@@ -89,6 +89,12 @@ class Run:
         self._launcher.__exit__()
 
 
+def machine_of(run: Run) -> tuple[Caller, str]:
+    """By which the run knows its only machine."""
+    ((invitation, token),) = run.nodes._nodes
+    return Caller("env", invitation, "127.0.0.1", b"1"), token
+
+
 def listening(folder: Path, **changes: Any) -> tuple[Run, str]:
     """A run, and the line to join it with."""
     run = Run(folder, **changes)
@@ -103,7 +109,7 @@ def joined(line: str, **changes: Any) -> list[str]:
 
 
 def test_only_servers_that_a_machine_may_call_are_looked_up(tmp_path: Path) -> None:
-    book = DirectoryBook()
+    registry = Registry(tmp_path / "here")
     told = {
         "actor": "tcp://*:5551",
         "actor-1": "tcp://10.0.0.9:5552",
@@ -115,7 +121,7 @@ def test_only_servers_that_a_machine_may_call_are_looked_up(tmp_path: Path) -> N
         "actor-3": "nonsense",
     }
     publish_addresses(tmp_path / "here", Address("tcp", "gpu-box", 5550), told)
-    found = {name: book.find(tmp_path / "here", name) for name in book.names(tmp_path / "here")}
+    found = {name: registry.find(name) for name in registry.names()}
     assert found == {
         "actor": "tcp://gpu-box:5551",
         "actor-1": "tcp://10.0.0.9:5552",
@@ -291,10 +297,10 @@ def test_a_machine_that_the_run_has_given_up_joins_again_and_ends_with_the_run(
     with run:
         machine = Joining(line, logdir=tmp_path / "here")
         machine.says("Joined")
-        book = DirectoryBook()
-        assert eventually(lambda: book.find(tmp_path / "here", "actor")) == "tcp://127.0.0.1:9"
+        registry = Registry(tmp_path / "here")
+        assert eventually(lambda: registry.find("actor")) == "tcp://127.0.0.1:9"
         (before,) = eventually(lambda: read_fences(run.folder).workers)
-        run.nodes._drop_revoked({"first"})  # as if it had been away for too long
+        run.nodes.leave(*machine_of(run))  # as if it had been away for too long
         (after,) = eventually(lambda: read_fences(run.folder).workers)
         assert after.ids == before.ids
         assert after.incarnation > before.incarnation

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from fleet_parts import small_run
 
-from dreamfleet.config import JOINED, RunConfig
+from dreamfleet.config import RunConfig
 from dreamfleet.replay import SchemaError
 from dreamfleet.roles.checks import (
     ObservationCheck,
@@ -46,6 +47,8 @@ from dreamfleet.transport.arguments import Parameters
 from dreamfleet.transport.batching import Request, signature_of
 from dreamfleet.transport.codec import encode, parse_schema
 
+JOINED = 40
+"""Beyond the run's own environments."""
 SPACES = {
     "image": Space(np.uint8, (4, 4, 3)),
     "vector": Space(np.float32, (3,)),
@@ -117,7 +120,6 @@ WRONG: dict[str, Any] = {
     "evaluation that is training": observation(is_eval=np.array([False, True])),
     "failures below zero": observation(failures=np.array([0, -1])),
     "failures beyond counting": observation(failures=np.array([0, 10**12])),
-    "ids beyond those who join": observation(ids=(2 * JOINED, 0)),
     "the same id twice": observation(envid=np.array([1, 1])),
     "100,000 ids": observation(ids=range(100_000)),
     "one id too many": observation(ids=range(5)),
@@ -392,6 +394,21 @@ def test_the_invited_have_only_environments_that_they_were_given(run: RunConfig)
         for wrong in ((JOINED,), fenced((0,), 5)):
             with pytest.raises(RemoteError, match="need an invitation"):
                 own.call_block("act", observation(tuple(wrong))).result(60)
+
+
+def test_whether_an_environment_of_a_machine_evaluates_is_what_the_supervisor_has_said(
+    run: RunConfig,
+) -> None:
+    run.logdir.mkdir(exist_ok=True)
+    given = Fence((JOINED,), False, 5, "ann"), Fence((JOINED + 1,), True, 6, "ann")
+    write_fences(run.logdir, Fences(6, given))
+    check = check_acting(run)
+    both = np.array([*fenced((JOINED,), 5), *fenced((JOINED + 1,), 6)])
+    check(both, np.array([False, True]), "ann")
+    with pytest.raises(ArgumentError, match=f"Environment {JOINED + 1} is for evaluation"):
+        check(both, np.array([False, False]), "ann")
+    with pytest.raises(ArgumentError, match="calls the evaluator"):
+        check_acting(replace(run, eval_every=100))(both[1:], np.array([True]), "ann")
 
 
 def test_a_newer_start_of_an_environment_takes_its_place_and_an_older_one_never_acts_again(

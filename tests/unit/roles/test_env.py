@@ -236,7 +236,7 @@ def test_nan_stops_the_run_with_environment_key_and_step_if_that_is_wished(tmp_p
 def test_failures_without_progress_end_it_and_those_with_progress_never_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(role, "FIRST_DELAY", 0.0)
+    monkeypatch.setattr("dreamfleet.roles.runtime.FIRST_DELAY", 0.0)
     args = small_run(tmp_path, on_failure="restart", max_restarts=2, env_timeout=0.0)
     apart = {n * (PROGRESS_STEPS + 1): explode for n in range(1, 21)}
     _, envs = run(args, [flaky(apart)], steps=20 * PROGRESS_STEPS + 5)
@@ -252,7 +252,7 @@ def test_failures_without_progress_end_it_and_those_with_progress_never_do(
 def test_a_constructor_that_fails_is_tried_again_with_another_seed(
     args: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(role, "FIRST_DELAY", 0.0)
+    monkeypatch.setattr("dreamfleet.roles.runtime.FIRST_DELAY", 0.0)
     attempts: list[int] = []
 
     def make(envid: int, attempt: int = 0) -> Any:
@@ -349,7 +349,9 @@ def test_a_policy_call_waits_for_one_lane_of_a_process(args: RunConfig) -> None:
 def test_an_environment_that_fails_holds_up_no_other_lane(
     laned: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(role, "FIRST_DELAY", 3600.0)  # the second failure in a row waits
+    monkeypatch.setattr(
+        "dreamfleet.roles.runtime.FIRST_DELAY", 3600.0
+    )  # the second failure in a row waits
     healthy = dummy_with_its_id
     trouble = flaky({4: explode, 5: explode, 6: nan_reward})
     agent, envs = run(laned, [healthy, trouble, healthy], steps=60)
@@ -358,7 +360,7 @@ def test_an_environment_that_fails_holds_up_no_other_lane(
     for envid in (0, 2):
         assert positions(agent, envid) == list(range(len(agent.rows(envid, "reward"))))
         assert len(agent.rows(envid, "reward")) > 25
-    monkeypatch.setattr(role, "FIRST_DELAY", 0.0)
+    monkeypatch.setattr("dreamfleet.roles.runtime.FIRST_DELAY", 0.0)
     agent, envs = run(laned, [healthy, flaky({4: nan_reward, 9: explode}), healthy], steps=60)
     assert envs[1].failures == 2
     lengths = np.diff(np.flatnonzero(agent.rows(1, "is_first"))).tolist()

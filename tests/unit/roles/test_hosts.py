@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dreamfleet import parallel
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
+from dreamfleet.fleet.claim import BEAT_SECONDS
+from dreamfleet.fleet.hosts import End, Membership, host_membership, shared_settings
 from dreamfleet.fleet.launchers.local import LocalLauncher
 from dreamfleet.fleet.supervisor import FleetError, Supervisor
-from dreamfleet.roles.scaling import hosts
-from dreamfleet.roles.scaling.hosts import End, Membership, Rendezvous, this_host
+from dreamfleet.roles.scaling import hosts as module
+from dreamfleet.roles.scaling.hosts import LOST_SECONDS, HostError, Member, Rendezvous, this_host
 from dreamfleet.roles.scaling.sync import HostSync, Sync
-from dreamfleet.transport import Client, Disconnected, Server
+from dreamfleet.transport import Client, Server
 
-SAME = {"batch_size": "16"}
 SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
 
 
@@ -33,12 +35,34 @@ class Time:
         return self.now
 
 
-def meeting(count: int, time: Time) -> Rendezvous:
+def meeting(count: int) -> Rendezvous:
     """All of them are there."""
-    result = Rendezvous(count, time)
-    for index in range(count):
-        result.enter(index, f"node{index}", f"token{index}", SAME)
-    return result
+    return Rendezvous(count, lambda index: Member(f"token{index}", "", {}))
+
+
+class Hosts:
+    """Supervisors of several hosts in one directory, each heard of when the clock stands so."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.now, self.heard = Time(), dict.fromkeys(range(count), 100.0)
+        self._folder, self._count = folder, count
+        self.members = [self.start(index) for index in range(count)]
+
+    def start(self, index: int, **changes: Any) -> Membership:
+        settings = {"batch_size": 12, "hosts": self._count, "host_index": index, **changes}
+        run = RunConfig(logdir=self._folder, **settings)
+        return Membership(this_host(run, {}), None, self.heard.__getitem__, self.now)
+
+    def meet(self) -> list[Membership]:
+        for _ in range(3):  # all are there, all know it, and all know that
+            found = [member.missing() for member in self.members]
+        assert not any(found)
+        return self.members
+
+    def beat(self, *silent: int) -> None:
+        """A second passes, in which some are silent."""
+        self.now.now += BEAT_SECONDS
+        self.heard |= {n: self.now.now for n in self.heard if n not in silent}
 
 
 def test_slurm_tells_the_hosts_who_they_are(tmp_path: Path) -> None:
@@ -83,29 +107,39 @@ def test_slurm_has_to_start_as_many_tasks_as_there_are_hosts() -> None:
         this_host(RunConfig(hosts=2), SLURM)
 
 
-def test_hosts_meet_and_have_the_same_settings() -> None:
-    time = Time()
-    there = Rendezvous(3, time)
-    assert there.enter(0, "a", "first", SAME) == ("", [1, 2])
-    assert there.enter(1, "b", "second", SAME) == ("", [2])
-    problem, _ = there.enter(2, "c", "third", {"batch_size": "8"})
-    assert problem.startswith("Host 2 has batch_size=8, and host 0 has batch_size=16")
-    assert "Host 1 is there already, on b" in there.enter(1, "c", "third", SAME)[0]
-    time.now += hosts.LOST_SECONDS + 1  # it was killed while it waited
-    assert there.enter(1, "c", "third", SAME) == ("", [2])
-    assert there.enter(2, "d", "fourth", SAME) == ("", [])
+def test_hosts_meet_and_have_the_same_settings(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 3)
+    first, second, third = hosts.members
+    hosts.heard[2] = float("-inf")  # it is not there yet
+    assert first.missing() == [1, 2]
+    assert second.missing() == [0, 2], "host 0 does not know of it yet"
+    assert first.missing() == [2]
+    other = hosts.start(2, batch_size=6)
+    with pytest.raises(ConfigError, match="Host 2 has batch_size=6, and host 0 has batch_size=12"):
+        other.missing()
+    hosts.heard[2] = 100.0
+    hosts.meet()
+    assert [each.missing() for each in (first, second, third)] == [[], [], []]
+
+
+def test_a_host_that_was_killed_while_it_waited_is_met_anew(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 2)
+    hosts.members[1].missing()
+    hosts.members[1] = hosts.start(1)
+    hosts.meet()
+    assert hosts.members[0].poll().how == ""
 
 
 def test_settings_that_may_differ_between_hosts() -> None:
-    mine = hosts._shared_settings(RunConfig())
-    other = hosts._shared_settings(RunConfig(envs=3, host_index=1, logdir=Path("elsewhere")))
+    mine = shared_settings(RunConfig())
+    other = shared_settings(RunConfig(envs=3, host_index=1, logdir=Path("elsewhere")))
     assert mine == other
-    assert mine != hosts._shared_settings(RunConfig(train_ratio=32.0))
+    assert mine != shared_settings(RunConfig(train_ratio=32.0))
     assert {"batch_size", "steps", "seed", "dreamer.loss.horizon", "version"} <= mine.keys()
 
 
 def test_settings_of_a_machine_may_differ_between_hosts() -> None:
-    mine = hosts._shared_settings(RunConfig())
+    mine = shared_settings(RunConfig())
     for path in ("dreamer.execution.policy_devices", "resources.env.cpu", "replay.max_bytes"):
         assert path not in mine
     assert "dreamer.loss.policy_scale" in mine, "it is no setting of a machine"
@@ -131,18 +165,18 @@ def in_threads(*calls: Callable[[], Any]) -> list[Any]:
 
 
 def test_all_hear_what_all_have_said() -> None:
-    there = meeting(3, Time())
+    there = meeting(3)
     for number in range(100):  # more than are kept
         key = f"round/{number}"
         calls = [partial(there.gather, key, i, f"token{i}", {"host": i}) for i in range(3)]
         assert in_threads(*calls) == [[{"host": 0}, {"host": 1}, {"host": 2}]] * 3
     # A call that is repeated, because its answer was lost.
     assert there.gather("round/99", 1, "token1", {"host": 1})[2] == {"host": 2}
-    assert len(there._rounds) <= hosts._KEPT + 1
+    assert len(there._rounds) <= module._KEPT + 1
 
 
 def test_a_host_knows_whom_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    there, waited = meeting(3, Time()), list[list[int]]()
+    there, waited = meeting(3), list[list[int]]()
     monkeypatch.setattr("dreamfleet.roles.scaling.sync._ON_WAIT_SECONDS", 0.001)
     server = Server("inproc://{auto}", "hosts")
     server.bind("gather", there.gather, workers=6)
@@ -163,94 +197,106 @@ def test_a_host_knows_whom_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None
     assert Sync().gather("compiled", {"host": 0}, on_wait) == [{"host": 0}]
 
 
-def test_a_host_that_is_not_heard_of_is_lost_and_named() -> None:
-    time = Time()
-    there = meeting(3, time)
-    wait = partial(in_threads, partial(there.gather, "round/1", 0, "token0", {}))
-    waiting = threading.Thread(target=wait, daemon=True)
-    waiting.start()
-    for _ in range(int(hosts.LOST_SECONDS) - 1):
-        time.now += 1
-        assert there.beat(0, "token0") == there.beat(2, "token2") == ([*End("")], False)
+def test_a_host_that_is_not_heard_of_is_lost_and_named(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 3)
+    first, _, third = hosts.meet()
+    for _ in range(int(LOST_SECONDS)):
+        hosts.beat(1)
+        assert first.poll() == third.poll() == End("")
     # The others fail because of it, which is not what the run ends because of.
-    there.beat(2, "token2", "failed", "agent ended with code 1")
-    assert there.beat(0, "token0")[0] == [*End("")]
-    time.now += 2
-    (how, sentence, host), over = there.beat(0, "token0")
-    assert (how, host, over) == ("failed", 1, False)
-    assert sentence == f"Host 1 (node1) was lost: {hosts._SILENCE}"
-    assert there.beat(2, "token2")[0] == [how, sentence, host]
+    third.fail("agent ended with code 1")
+    assert first.poll() == third.poll() == End("")
+    hosts.beat(1)
+    name = socket.gethostname()
+    lost = End("failed", f"Host 1 ({name}) was lost: nothing was heard of it for 15 s", 1)
+    assert first.poll() == third.poll() == lost
+    assert first.leave("done") == lost, "it does not wait for a host that is lost"
+
+
+def test_votes_end_when_a_host_is_lost(tmp_path: Path) -> None:
+    rendezvous = meeting(2)
+    wait = partial(in_threads, partial(rendezvous.gather, "round/1", 0, "token0", {}))
+    found: list[Any] = []
+    waiting = threading.Thread(target=lambda: found.extend(wait()), daemon=True)
+    waiting.start()
+    hosts = Hosts(tmp_path, 2)
+    first, _ = hosts.meet()
+    first._rendezvous = rendezvous
+    hosts.now.now += LOST_SECONDS + 1
+    assert first.poll().how == "failed"
     waiting.join(60)
-    assert not waiting.is_alive(), "nobody waits for a host that is lost"
-    assert there.beat(0, "token0", "done")[1], "the lost one has left, too"
+    assert "Host 1" in str(found[0])
+    assert "was lost" in str(found[0])
 
 
-def test_the_host_that_failed_first_is_named_once_everybody_was_heard_of() -> None:
-    time = Time()
-    there = meeting(2, time)
-    there.beat(1, "token1", "failed", "agent was killed by signal 9")
-    there.beat(0, "token0", "", "")
-    assert there.beat(0, "token0")[0] == [*End("")], "host 0 may be lost for all that is known"
-    time.now += hosts.BEAT_SECONDS + 0.5
-    assert there.beat(0, "token0")[0][:2] == [
-        "failed",
-        "Host 1 (node1) has failed: agent was killed by signal 9",
-    ]
+def test_the_host_that_failed_first_is_named_once_all_were_heard_of(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 2)
+    first, second = hosts.meet()
+    second.fail("agent was killed by signal 9. The end of logs/agent.log:\nmore")
+    assert first.poll() == End("")
+    first.fail("agent ended with code 1")
+    sentence = f"Host 1 ({socket.gethostname()}) has failed: agent was killed by signal 9"
+    assert first.poll() == first.leave("failed") == End("failed", sentence, 1)
+    hosts.beat()
+    assert second.leave("failed").how == "failed"
 
 
-def test_a_host_that_was_stopped_for_long_does_not_take_part_in_the_run_that_was_resumed() -> None:
-    there = meeting(2, Time())
-    for earlier in (partial(there.beat, 1, "earlier"), partial(there.beat, 2, "token2")):
-        (how, sentence, host), over = earlier("failed", "its agent ended with code 1")
-        assert (how, over) == ("failed", True)
-        assert sentence.startswith(f"Host {host} was away for so long")
-    with pytest.raises(hosts.HostError, match="Host 1 was away for so long"):
-        there.gather("round/1", 1, "earlier", {})
-    assert there.beat(0, "token0") == ([*End("")], False)
-    assert not there._rounds
+def test_a_failure_counts_when_no_other_host_is_lost(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 3)
+    first, second, _ = hosts.meet()
+    second.fail("agent was killed by signal 9")
+    hosts.beat(2)
+    assert first.poll() == End(""), "host 2 may be lost for all that is known"
+    hosts.beat()
+    hosts.beat()
+    assert first.poll().host == 1
 
 
-def test_a_host_that_is_asked_to_stop_ends_the_run_on_all() -> None:
-    there = meeting(2, Time())
-    assert there.beat(1, "token1", "stopped") == (
-        ["stopped", "Host 1 (node1) was asked to stop", 1],
-        False,
-    )
-    assert there.beat(0, "token0", "done")[1]
-    assert not there.told()
-    assert there.beat(1, "token1")[1]
-    assert there.told()
-
-
-def test_a_host_that_hears_nothing_of_host_0_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    time, heard = Time(), threading.Event()
-    monkeypatch.setattr(hosts.time, "monotonic", time)
-    monkeypatch.setattr(hosts, "BEAT_SECONDS", 0.001)
-    ends: list[End] = []
-
-    def beat(*_: object) -> Any:
-        time.now += 1
-        raise Disconnected("nobody is there")
-
-    member = Membership("10.0.0.1:9000", beat)
-    member.watch(lambda end: (ends.append(end), heard.set()))
-    assert heard.wait(120)
-    assert ends == [End("failed", f"Host 0 (10.0.0.1:9000) was lost: {hosts._SILENCE}", 0)]
-    assert member.leave("failed") == ends[0]
-
-
-def test_a_host_that_has_done_its_work_does_not_mind_that_host_0_has_gone(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_host_that_was_stopped_for_long_does_not_take_part_in_the_run_that_was_resumed(
+    tmp_path: Path,
 ) -> None:
-    time = Time()
-    monkeypatch.setattr(hosts.time, "monotonic", time)
-    monkeypatch.setattr(hosts.time, "sleep", lambda _: None)
+    hosts = Hosts(tmp_path, 2)
+    old = hosts.meet()[1]
+    hosts.members[0] = hosts.start(0)
+    assert hosts.members[0].missing() == [1], "it does not meet a host of the run before"
+    assert old.poll()[:2] == (
+        "failed",
+        f"Host 0 ({socket.gethostname()}) was started again meanwhile",
+    )
+    with pytest.raises(HostError, match="Host 1 was away for so long"):
+        meeting(2).gather("round/1", 1, "earlier", {})
+    with pytest.raises(HostError, match="Host 2 was away for so long"):
+        meeting(2).gather("round/1", 2, "token2", {})
 
-    def beat(*_: object) -> Any:
-        time.now += 1
-        raise Disconnected("nobody is there")
 
-    assert Membership("10.0.0.1:9000", beat).leave("done") == End("")
+def test_a_host_that_is_asked_to_stop_ends_the_run_on_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = Hosts(tmp_path, 2)
+    first, second = hosts.meet()
+    monkeypatch.setattr("dreamfleet.fleet.hosts.time.sleep", lambda _: first.leave("done"))
+    end = End("stopped", f"Host 1 ({socket.gethostname()}) was asked to stop", 1)
+    assert second.leave("stopped") == end
+    assert first.poll() == end
+
+
+def test_a_host_that_has_left_is_not_missed(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 2)
+    first, second = hosts.meet()
+    for each in (first, second):
+        each._tell(replace(each._me, how="done"))
+    hosts.now.now += 10 * LOST_SECONDS
+    assert second.leave("done") == End("")
+
+
+def test_a_host_that_sees_another_fail_is_told_in_its_thread(tmp_path: Path) -> None:
+    hosts, ends = Hosts(tmp_path, 2), list[End]()
+    first, _ = hosts.meet()
+    heard = threading.Event()
+    hosts.now.now += LOST_SECONDS + 1
+    first.watch(lambda end: (ends.append(end), heard.set()))
+    assert heard.wait(120)
+    assert (ends[0].how, ends[0].host) == ("failed", 1)
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -260,7 +306,11 @@ def test_a_host_that_is_lost_ends_the_run_with_an_error_on_all_and_those_left_ca
     """Also on itself, if it comes back while it is told of: without its agent there is no error."""
     end = End("failed", "Host 1 (node1) was lost", 1)
 
-    class Member:
+    class Fake:
+        def __init__(self, *_: object) -> None: ...
+
+        def enter(self, say: object) -> None: ...
+
         def watch(self, on_end: object) -> None: ...
 
         def fail(self, why: str) -> None: ...
@@ -268,9 +318,10 @@ def test_a_host_that_is_lost_ends_the_run_with_an_error_on_all_and_those_left_ca
         def leave(self, *_: str) -> End:
             return end
 
-    monkeypatch.setattr(parallel, "joined", lambda *_: nullcontext(Member()))
+    monkeypatch.setattr("dreamfleet.fleet.hosts.Membership", Fake)
+    monkeypatch.setattr("dreamfleet.fleet.hosts.served_rendezvous", nullcontext)
     run = RunConfig(hosts=4, host_index=index, batch_size=16)
     supervisor = Supervisor([], LocalLauncher(Path()))
     words = r"Host 1 \(node1\) was lost\..* those that are left with --hosts 2\."
-    with pytest.raises(FleetError, match=words), parallel.host_membership(run, supervisor, print):
+    with pytest.raises(FleetError, match=words), host_membership(run, supervisor, print):
         pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from fleet_parts import EVERY_STEP, small_run
 from numpy.typing import NDArray
 
 from dreamfleet.agents import RandomAgent
-from dreamfleet.config import JOINED, RunConfig
+from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env, noop
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.factories import factories
@@ -44,6 +45,7 @@ from dreamfleet.transport import (
 )
 
 LONG = 120.0
+JOINED = 40
 DUMMY = make_env("bundled:dummy", **EVERY_STEP)
 
 
@@ -65,7 +67,7 @@ def test_settings_of_a_run_that_others_join() -> None:
     assert run.known_envs == 40
     assert 16 in policy_sizes(run)
     assert run.envs_per_process in policy_sizes(run)
-    assert video_env(run) == JOINED
+    assert video_env(run) == run.all_envs, "the first one that joins"
     assert video_env(RunConfig(bind="127.0.0.1")) == 0
 
 
@@ -84,15 +86,15 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: 
 def test_a_resumed_run_listens_where_it_did_before(tmp_path: Path) -> None:
     run = small_run(tmp_path, bind="127.0.0.1", eval_every=10)
     bound, place = _bound(run, LocalLauncher(tmp_path))
-    assert bound.actor_addr == f"tcp://127.0.0.1:{place.shown.ports['actor']}"
-    assert bound.evaluator_addr == f"tcp://127.0.0.1:{place.shown.ports['evaluator']}"
-    assert len({place.shown.port, *place.shown.ports.values()}) == 3
-    moved = place.shown.__class__("127.0.0.1", place.shown.port + 300, place.shown.ports)
+    assert bound.actor_addr == f"tcp://127.0.0.1:{place.ports['actor']}"
+    assert bound.evaluator_addr == f"tcp://127.0.0.1:{place.ports['evaluator']}"
+    assert len({place.port, *place.ports.values()}) == 3
+    moved = replace(place, port=place.port + 300)
     write_place(tmp_path, moved)
-    assert _bound(run, LocalLauncher(tmp_path))[1].shown == moved
+    assert _bound(run, LocalLauncher(tmp_path))[1] == moved
     # Several actors need as many ports.
     several = small_run(tmp_path / "several", bind="127.0.0.1", envs=4, actors=3)
-    ports = _bound(several, LocalLauncher(tmp_path))[1].shown.ports
+    ports = _bound(several, LocalLauncher(tmp_path))[1].ports
     assert list(ports) == ["actor", "actor-1", "actor-2"]
     assert len({*ports.values()}) == 3
     # An address that the person has chosen stays.

@@ -164,17 +164,17 @@ class RayLauncher:
     def __init__(self, logdir: Path, args: RunConfig | None = None) -> None:
         self._logdir = logdir.absolute()
         self._args = args or RunConfig(logdir=logdir)
-        self._mark = self._logdir / "logs" / f".ray-{secrets.token_hex(8)}"
-        self._payloads: dict[str, bytes] = {}
+        self.mark = self._logdir / "logs" / f".ray-{secrets.token_hex(8)}"
+        self.payloads: dict[str, bytes] = {}
         self._placed: dict[str, tuple[Any, Place]] = {}
         self._homes: dict[str, str] = {}
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._running: list[RayWorker] = []
         self._disconnect: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Self:
-        self._mark.parent.mkdir(parents=True, exist_ok=True)
-        self._mark.touch()
+        self.mark.parent.mkdir(parents=True, exist_ok=True)
+        self.mark.touch()
         self._thread = threading.Thread(target=self._obey, name="ray-commands", daemon=True)
         self._thread.start()
         return self
@@ -184,38 +184,26 @@ class RayLauncher:
             ray.kill(host)
         for worker in self._running:
             worker.kill()
-        self._commands.put(None)
+        self.commands.put(None)
         self._thread.join()
         for worker in self._running:
             worker.wait()
-        self._mark.unlink(missing_ok=True)
+        self.mark.unlink(missing_ok=True)
         self._disconnect()
 
     def prepare(self, workers: Sequence[Worker]) -> None:
-        self._payloads = {each.name: pickled(each.name, each.function) for each in workers}
+        self.payloads = {each.name: pickled(each.name, each.function) for each in workers}
         self._disconnect = connect(self._args, _sum(workers))
         self._wait_for_nodes(workers)
         self._homes = homes([each for each in workers if each.apart], nodes())
         # Environments fit anywhere, and leave the others the machines that those need.
         for envs in (False, True):
             group = [each for each in workers if (each.role == "env") == envs]
-            self._place(group, time.monotonic() + self._patience)
+            self._place(group, time.monotonic() + self.patience)
 
     def start(self, worker: Worker) -> RayWorker:
-        host, place = self._placed.pop(worker.name, (None, None))
-        if host is None:
-            host = self._host(worker)
-        running = RayWorker(
-            host,
-            place,
-            worker=worker,
-            payload=self._payloads[worker.name],
-            log_file=self.log_file(worker),
-            keys=self._keys(worker),
-            mark=self._mark,
-            patience=self._patience,
-            do=self._commands.put,
-        )
+        host, place = self._placed.pop(worker.name, None) or (self._host(worker), None)
+        running = RayWorker(self, worker, host, place)
         self._running = [each for each in self._running if each.wait(0) is None] + [running]
         return running
 
@@ -223,10 +211,11 @@ class RayLauncher:
         return self._logdir / "logs" / f"{worker.name}.log"
 
     @property
-    def _patience(self) -> float:
+    def patience(self) -> float:
+        """Seconds that a worker may wait for a place."""
         return max(_PLACED_WITHIN, self._args.ray_wait)
 
-    def _keys(self, worker: Worker) -> Keys | RoleKey | None:
+    def keys(self, worker: Worker) -> Keys | RoleKey | None:
         """What a worker connects with: environments, which run code of others, get a key that opens
         no more than they call."""
         path = Path(self._args.keys or self._logdir / "keys")
@@ -235,7 +224,7 @@ class RayLauncher:
 
     def _obey(self) -> None:
         """Calls of Ray on behalf of code that must not wait, such as a signal handler."""
-        while (command := self._commands.get()) is not None:
+        while (command := self.commands.get()) is not None:
             # Ray would connect once more, and abort the process over an actor it does not know.
             if not ray.is_initialized():
                 continue
@@ -272,7 +261,7 @@ class RayLauncher:
 
     def _place(self, workers: Sequence[Worker], deadline: float) -> None:
         hosts = {worker.name: self._host(worker) for worker in workers}
-        asked = {name: host.place.remote(self._mark) for name, host in hosts.items()}
+        asked = {name: host.place.remote(self.mark) for name, host in hosts.items()}
         try:
             for worker in workers:
                 seconds = max(0.0, deadline - time.monotonic())
@@ -295,25 +284,14 @@ class RayWorker:
     """
 
     def __init__(
-        self,
-        host: Any,
-        place: Place | None,
-        *,
-        worker: Worker,
-        payload: bytes,
-        log_file: Path,
-        keys: Keys | RoleKey | None,
-        mark: Path,
-        patience: float,
-        do: Callable[[Callable[[], None]], None],
+        self, launcher: RayLauncher, worker: Worker, actor: Any, place: Place | None
     ) -> None:
         self.pid, self.host = 0, ""
         self.error: DreamfleetError | None = None
-        self._actor, self._place = host, place
-        self._worker, self._payload, self._keys = worker, payload, keys
-        self._log_file, self._log_start = log_file, 0
-        self._mark, self._patience = mark, patience
-        self._do = do
+        self._launcher, self._worker = launcher, worker
+        self._actor, self._place = actor, place
+        self._log_file, self._log_start = launcher.log_file(worker), 0
+        self._do = launcher.commands.put
         self._asked_to_stop = False
         self._code = 0
         self._ended = threading.Event()
@@ -370,13 +348,14 @@ class RayWorker:
         Raises:
             ClusterError: Its machine, or its actor, is gone, or it found no place.
         """
-        actor, worker = self._actor, self._worker
+        actor, worker, launcher = self._actor, self._worker, self._launcher
         if self._place is None:
-            self._place = _placed(worker, actor.place.remote(self._mark), self._patience)
+            self._place = _placed(worker, actor.place.remote(launcher.mark), launcher.patience)
         # What it runs travels pickled.
         plain = Worker(worker.name, worker.role, int, dict(worker.environment))
-        started = actor.start.remote(plain, self._payload, sys.path, self._log_file, self._keys)
-        pid, self._log_start = self._result(started, self._patience)
+        payload, keys = launcher.payloads[worker.name], launcher.keys(worker)
+        started = actor.start.remote(plain, payload, sys.path, self._log_file, keys)
+        pid, self._log_start = self._result(started, launcher.patience)
         self.host, self.pid = self._place.host, pid
         while True:
             try:

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Self, TypedDict
+from typing import Any, Self, TypedDict
 
 import numpy as np
 
@@ -30,16 +30,6 @@ _EVERY_SECONDS = 1.0
 _SHARE = 20  # taking and sending parameters may cost the learner one part in so many
 _LOST_SECONDS = 10.0  # an actor reports every second
 _PIECE_BYTES = 128 << 20  # half of what a frame of a message may hold
-
-
-class _Actor(NamedTuple):
-    """What an actor has reported last."""
-
-    busy: bool
-    failures: int
-    env_steps: float
-    present: int
-    seen: float
 
 
 class Report(TypedDict):
@@ -75,17 +65,17 @@ class ParameterServer(OtherActors):
         self._agent, self._args, self._progress, self._updates = agent, args, progress, updates
         self._id = uuid.uuid4().hex
         self._lock = threading.Lock()
-        self._actors: dict[str, _Actor] = {}
+        self._actors: dict[str, tuple[Report, float]] = {}  # the last report of each, and when
         self._offer: dict[str, Any] = {"learner": self._id, "version": 0}
         self._due = 0.0
-        self._server = Server(listen_address(args, "learner"), "learner", keys=args.server_keys)
-        server = self._server
         self._names = [server_name("actor", number) for number in range(args.actors)]
+        server = Server(listen_address(args, "learner"), "learner", keys=args.server_keys)
         self._owners = Owners(
             lambda connection: server.between_calls(lambda: server.connected(connection))
         )
-        self._server.bind("report", self.report, pass_caller=True)
-        self._server.bind("parameters", self.parameters, workers=1)
+        server.bind("report", self.report, pass_caller=True)
+        server.bind("parameters", self.parameters, workers=1)
+        self._server = server
 
     def __enter__(self) -> Self:
         self.publish()
@@ -126,13 +116,7 @@ class ParameterServer(OtherActors):
         number, first = np.array([self._names.index(message["actor"])]), np.ones(1, bool)
         self._owners.claim(caller, number, first, key=message["source"].encode())
         with self._lock:
-            self._actors[message["actor"]] = _Actor(
-                message["busy"],
-                message["failures"],
-                message["env_steps"],
-                message["present"],
-                time.monotonic(),
-            )
+            self._actors[message["actor"]] = message, time.monotonic()
         progress = self._progress
         if message["reached"] and not progress.finished.is_set():
             log.info("The target score of %g is reached.", self._args.target_score)
@@ -151,19 +135,20 @@ class ParameterServer(OtherActors):
     # --- what the agent's process asks -----------------------------------------------------------
 
     def busy(self) -> bool:
-        with self._lock:
-            since = time.monotonic() - _LOST_SECONDS
-            return any(actor.busy and actor.seen > since for actor in self._actors.values())
+        return any(report["busy"] for report in self._reports(_LOST_SECONDS))
 
     def present(self) -> int:
-        with self._lock:
-            since = time.monotonic() - _LOST_SECONDS
-            return sum(each.present for each in self._actors.values() if each.seen > since)
+        return sum(report["present"] for report in self._reports(_LOST_SECONDS))
 
     def failures(self) -> tuple[int, float]:
+        reports = self._reports(float("inf"))
+        return sum(r["failures"] for r in reports), sum(r["env_steps"] for r in reports)
+
+    def _reports(self, seconds: float) -> list[Report]:
+        """The last reports of actors that were heard of in the last seconds."""
         with self._lock:
-            actors = self._actors.values()
-            return sum(each.failures for each in actors), sum(each.env_steps for each in actors)
+            now = time.monotonic()
+            return [report for report, seen in self._actors.values() if now - seen < seconds]
 
 
 def packed(state: Flat) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -80,8 +81,14 @@ class ShardedReplay:
     # --- like a client ---------------------------------------------------------------------------
 
     def call(self, method: str, /, *args: Any) -> Any:
-        """Call one of the methods below by its name."""
+        """Call a method of the replay by its name."""
         return getattr(self, method)(*args)
+
+    def __getattr__(self, method: str) -> Callable[..., Reply]:
+        """Calls that are about no steps go to the coordinator."""
+        if method.startswith("_"):
+            raise AttributeError(f"A replay has no {method!r}.")
+        return partial(self._coordinator.call, method)
 
     def connect(self, timeout: float | None = None) -> None:
         """Wait until the coordinator answers, which knows of the others."""
@@ -111,18 +118,6 @@ class ShardedReplay:
 
     # --- methods of a replay ---------------------------------------------------------------------
 
-    def position(self) -> Reply:
-        return self._coordinator.call("position")
-
-    def raise_position(self, steps: int) -> Reply:
-        return self._coordinator.call("raise_position", steps)
-
-    def finish(self, sequences: int) -> Reply:
-        return self._coordinator.call("finish", sequences)
-
-    def grant(self, sequences: int) -> Reply:
-        return self._coordinator.call("grant", sequences)
-
     def add_batch(
         self,
         steps: Mapping[str, NDArray[Any]],
@@ -133,23 +128,23 @@ class ShardedReplay:
     ) -> Reply:
         """Store steps, each in the shard of its environment. A shard sees some of the numbers."""
         shards = envids % len(self._clients)
-        replies = []
-        for shard in np.unique(shards).tolist():
-            rows = shards == shard
-            part = {key: value[rows] for key, value in steps.items()}
-            message = (part, envids[rows], is_eval, source, seq)
-            replies.append(self._clients[shard].call("add_batch", *message))
-        return AllOf(replies)
+        return AllOf([
+            client.call("add_batch", part, envids[rows], is_eval, source, seq)
+            for client, rows, part in self._parts(shards, steps)
+        ])  # fmt: skip
 
     def update(self, data: Mapping[str, NDArray[Any]]) -> Reply:
         """Write states back to the shards that the steps came from."""
-        shards = self._chunk_to_shard.find(data["stepid"])
-        replies = []
+        parts = self._parts(self._chunk_to_shard.find(data["stepid"]), data)
+        return AllOf([client.call("update", part) for client, _, part in parts])
+
+    def _parts(
+        self, shards: NDArray[np.int64], data: Mapping[str, NDArray[Any]]
+    ) -> Iterator[tuple[Client, NDArray[np.bool_], dict[str, NDArray[Any]]]]:
+        """The rows of each shard, of which `shards` tells each row's."""
         for shard in np.unique(shards).tolist():
             rows = shards == shard
-            part = {key: value[rows] for key, value in data.items()}
-            replies.append(self._clients[shard].call("update", part))
-        return AllOf(replies)
+            yield self._clients[shard], rows, {key: value[rows] for key, value in data.items()}
 
     def sample_batch_train(self, known: int | None = None) -> Reply:
         del known  # what the coordinator has permitted is known here

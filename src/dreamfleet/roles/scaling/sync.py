@@ -18,7 +18,7 @@ from typing import Any
 
 from dreamfleet.clock import Gather, Vote
 from dreamfleet.config import RunConfig
-from dreamfleet.roles.scaling.hosts import LOST_SECONDS, read_token, rendezvous_address, run_key
+from dreamfleet.roles.scaling.hosts import LOST_SECONDS, read_member, rendezvous_address, run_key
 from dreamfleet.transport import Client
 from dreamfleet.transport.address import parse
 
@@ -97,7 +97,9 @@ def sync_of(args: RunConfig) -> Iterator[Sync]:
         return
     address = parse(rendezvous_address(args))
     with Client(address.text, "agent-hosts", keys=run_key(args), patience=LOST_SECONDS) as client:
-        sync = HostSync(args.hosts, args.host_index, client, read_token(args))
+        member = read_member(args, args.host_index)
+        assert member is not None  # its supervisor has met those of the others
+        sync = HostSync(args.hosts, args.host_index, client, member.token)
         args.agent_type.join_hosts(sync.index, sync.count, sync.channel("agent"), address.host)
         try:
             yield sync

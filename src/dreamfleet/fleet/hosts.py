@@ -1,0 +1,251 @@
+"""How the supervisors of several hosts watch each other, and end a run together.
+
+All hosts share the run's directory. Each says there what becomes of it (`Member`), and beats in its
+own directory (`dreamfleet.fleet.claim`). A host that is silent or has failed ends the run on all
+hosts, with a sentence that names it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+from dreamfleet import __version__
+from dreamfleet.config import RunConfig
+from dreamfleet.errors import ConfigError
+from dreamfleet.fleet.claim import BEAT_SECONDS, BeatWatch
+from dreamfleet.fleet.supervisor import FleetError, Say, Supervisor
+from dreamfleet.roles.runtime import sigterm_interrupts
+from dreamfleet.roles.scaling.hosts import (
+    LOST_SECONDS,
+    How,
+    Member,
+    Rendezvous,
+    host_folder,
+    read_member,
+    served_rendezvous,
+    write_member,
+)
+from dreamfleet.settings import Mark
+
+_SILENCE = f"nothing was heard of it for {LOST_SECONDS:g} s"
+_LOOK_SECONDS = 0.25
+_GOODBYE_SECONDS = 30.0
+
+
+class End(NamedTuple):
+    """How the run ends on all hosts."""
+
+    how: How
+    sentence: str = ""
+    """Names the host that it is because of."""
+    host: int = -1
+    """That host."""
+
+
+class Membership:
+    """This host among the others.
+
+    Args:
+        config: The run, as this host knows it.
+        rendezvous: Where agents vote, on host 0; they hear of the end.
+        heard: When a host was last seen to beat.
+        now: Seconds, rising.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        rendezvous: Rendezvous | None = None,
+        heard: Callable[[int], float] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._rendezvous, self._now = config, rendezvous, now
+        watches = [BeatWatch(host_folder(config, index)) for index in range(config.hosts)]
+        self._heard = heard or (lambda index: watches[index].last())
+        self._me = Member(os.urandom(8).hex(), socket.gethostname(), shared_settings(config))
+        self._members: dict[int, Member] = {}
+        self._failure: tuple[float, int] | None = None
+        self._end = End("")
+        self._lock = threading.RLock()
+        self._left = threading.Event()
+
+    def enter(self, say: Say) -> None:
+        """Return when all hosts are there.
+
+        Raises:
+            ConfigError: This host does not fit to the others.
+        """
+        said, index, count = "", self._config.host_index, self._config.hosts
+        while missing := self.missing():
+            line = (
+                f"Host {index} of {count} waits for host {', '.join(map(str, missing))}: start the "
+                "same command there with its --host-index, or end this one and resume with fewer "
+                "--hosts"
+            )
+            if line != said:
+                said = line
+                say(said)
+            time.sleep(_LOOK_SECONDS)
+        say(f"All {count} hosts are there; this is host {index}")
+
+    def missing(self) -> list[int]:
+        """The hosts that are not there, or have not met all others yet."""
+        heard, now = self._look(), self._now()
+        there = {
+            index: member
+            for index, member in self._members.items()
+            if now - heard[index] < LOST_SECONDS and not member.how
+        }
+        mine, first = self._me.settings, there[0].settings if 0 in there else self._me.settings
+        for name in sorted({*first, *mine}):
+            if first.get(name) != mine.get(name):
+                raise ConfigError(
+                    f"Host {self._config.host_index} has {name}={mine.get(name)}, and host 0 has "
+                    f"{name}={first.get(name)}: start all hosts with the same settings."
+                )
+        met = tuple(there[n].token if n in there else "" for n in range(self._config.hosts))
+        if met != self._me.met:
+            self._tell(replace(self._me, met=met))
+            there[self._config.host_index] = self._me
+        return [n for n, token in enumerate(met) if not token or there[n].met != met]
+
+    def watch(self, on_end: Callable[[End], None]) -> None:
+        """Call the function, in a thread, when the run ends because of another host."""
+
+        def look() -> None:
+            while not self.poll().how:
+                if self._left.wait(BEAT_SECONDS):
+                    return
+            on_end(self._end)
+
+        threading.Thread(target=look, name="hosts", daemon=True).start()
+
+    def poll(self) -> End:
+        """How the run ends, if a host is lost, has failed or was asked to stop.
+
+        A host that is lost makes the others fail. So a failure counts when it is known that none is
+        lost: all were heard of since.
+        """
+        with self._lock:
+            heard, now = self._look(), self._now()
+            if self._end.how:
+                return self._end
+            there = [index for index, member in self._members.items() if not member.how]
+            for index, member in self._members.items():
+                if member.token != self._me.met[index]:
+                    return self._ended("failed", index, "was started again meanwhile")
+            for index in there:
+                if now - heard[index] > LOST_SECONDS:
+                    return self._ended("failed", index, f"was lost: {_SILENCE}")
+            left = {member.how: index for index, member in reversed(self._members.items())}
+            if "failed" in left:
+                self._failure = self._failure or (now, left["failed"])
+                since, index = self._failure
+                if all(heard[each] > since + BEAT_SECONDS for each in there):
+                    why = self._members[index].why
+                    return self._ended("failed", index, f"has failed: {why}")
+            elif "stopped" in left:
+                return self._ended("stopped", left["stopped"], "was asked to stop")
+            return self._end
+
+    def fail(self, why: str) -> None:
+        """This host has failed, perhaps because of another one."""
+        self._tell(replace(self._me, how="failed", why=_first_line(why)))
+
+    def leave(self, how: How, why: str = "") -> End:
+        """This host ends; returns how the run ends on all hosts, once that is known."""
+        self._left.set()
+        deadline = self._now() + _GOODBYE_SECONDS
+        if not self._me.how:
+            self._tell(replace(self._me, how=how, why=_first_line(why)))
+        while self.poll().how != "failed" and self._now() < deadline:
+            if all(member.how for member in self._members.values()):
+                break
+            time.sleep(_LOOK_SECONDS)
+        if self._end.how == "failed" and self._me.how != "failed":  # for one that comes back
+            self._tell(replace(self._me, how="failed", why=self._end.sentence))
+        return self._end
+
+    def _look(self) -> dict[int, float]:
+        """Read what all say; returns when each was last heard of."""
+        mine, heard = self._config.host_index, dict[int, float]()
+        for index in range(self._config.hosts):
+            heard[index] = self._now() if index == mine else self._heard(index)
+            member = self._me if index == mine else read_member(self._config, index)
+            if member is not None:  # else the shared directory is away for a moment
+                self._members[index] = member
+        return heard
+
+    def _tell(self, member: Member) -> None:
+        self._me = member
+        with suppress(OSError):  # a full disk
+            write_member(self._config, member)
+
+    def _ended(self, how: How, index: int, what: str) -> End:
+        self._end = End(how, f"Host {index} ({self._members[index].name}) {what}", index)
+        if self._rendezvous is not None:
+            self._rendezvous.end(self._end.sentence)
+        return self._end
+
+
+def shared_settings(config: RunConfig) -> dict[str, str]:
+    """What has to be the same on all hosts, as texts."""
+    shared = {name: str(v) for name, v in config.flat(without=Mark.PER_HOST).items()}
+    return {**shared, "version": __version__}
+
+
+def _first_line(text: str) -> str:
+    """How a host has failed, without the end of its log, which the others do not have."""
+    line = next(iter(text.splitlines()), "").partition(". The end of ")[0]
+    return line.rstrip(".")[:300]
+
+
+@contextmanager
+def host_membership(run: RunConfig, supervisor: Supervisor, say: Say) -> Iterator[None]:
+    """Be one of several hosts while the block runs, which ends on all of them together.
+
+    Raises:
+        FleetError: Another host was lost, or has failed.
+        KeyboardInterrupt: Another host was asked to stop.
+    """
+    if run.hosts == 1:
+        yield
+        return
+    with ExitStack() as stack:
+        rendezvous = None
+        if run.host_index == 0:
+            rendezvous = stack.enter_context(served_rendezvous(run))
+        member = Membership(run, rendezvous)
+        with sigterm_interrupts():
+            member.enter(say)
+        supervisor.on_failure = member.fail
+        # After a failure the agent cannot end in order: it waits for that of the other host.
+        member.watch(lambda end: supervisor.stop("host", at_once=end.how == "failed"))
+        how: How = "done"
+        error: BaseException | None = None
+        try:
+            yield
+        except KeyboardInterrupt as raised:
+            how, error = "stopped", raised
+        except Exception as raised:
+            how, error = "failed", raised
+        with sigterm_interrupts():
+            end = member.leave(how, str(error or ""))
+        if end.how == "failed" and (error is None or end.host != run.host_index):
+            fewer = max(each for each in range(1, run.hosts) if run.batch_size % each == 0)
+            raise FleetError(
+                f"{end.sentence}. So the run has ended on all hosts: resume it when that one is "
+                f"back, or on those that are left with --hosts {fewer}."
+            ) from error
+        if end.how == "stopped" and end.host != run.host_index:
+            say(f"{end.sentence}, so the run has ended on all hosts.")
+            raise KeyboardInterrupt from error
+        if error is not None:
+            raise error
