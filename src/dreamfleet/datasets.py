@@ -17,7 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ from dreamfleet.errors import ConfigError, first_line, import_extra
 from dreamfleet.files import fsync
 from dreamfleet.policy import Blueprint, read_blueprint
 from dreamfleet.replay import Replay
-from dreamfleet.replay.reading import StoredEpisode, stored_episodes
+from dreamfleet.replay.reading import StoredEpisode, replay_directories, stored_episodes
 from dreamfleet.spaces import FLAGS, Space, spaces_from_json, spaces_to_json
 
 Arrays = dict[str, NDArray[Any]]
@@ -234,6 +234,29 @@ def _by_key(values: Any, spaces: Mapping[str, Space]) -> Arrays:
 
 
 # --- writing --------------------------------------------------------------------------------------
+
+
+def dataset(
+    action: Literal["export"],  # noqa: ARG001 - the only one
+    logdir: Path,
+    /,
+    out: Path = Path("dataset"),
+    name: str = "",
+) -> str:
+    """Write the steps of a run as a Minari dataset.
+
+    Nothing is lost. The folder is a source of 'train --offline' and 'train --prefill', and other
+    programs read it with minari.MinariDataset(DIR/data).
+
+    Args:
+        action: The word export.
+        logdir: The run's directory.
+        out: The folder to write.
+        name: The dataset's id, such as cartpole/mine-v0; by the run's directory if not given.
+    """
+    named = name or f"dreamfleet/{logdir.absolute().name}-v0"
+    episodes, actions = write_dataset(logdir, out, replay_directories(logdir), named)
+    return f"{episodes:,} episodes with {actions:,} actions are in {out}"
 
 
 def write_dataset(run: Path, out: Path, directories: Iterable[Path], name: str) -> tuple[int, int]:

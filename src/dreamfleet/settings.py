@@ -30,7 +30,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 from operator import attrgetter
 from pathlib import Path, PurePath
@@ -105,13 +105,6 @@ def require(condition: bool, message: str) -> None:
 class SettingError(ConfigError):
     """A value that a setting cannot have."""
 
-    def __init__(self, path: str, value: Any, range: str) -> None:  # noqa: A002 - the word for it
-        super().__init__(f"{path}={value} is not valid: use {range}.")
-        self.path, self.value, self.range = path, value, range
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.path, self.value, self.range)
-
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
@@ -173,26 +166,26 @@ def convert(path: str, value: Any, kind: Any) -> Any:
     Raises:
         SettingError: It does not fit.
     """
-    base = type_info(kind).base
-    if dataclasses.is_dataclass(base):
-        found = _instances(base).get(value, value) if isinstance(value, str) else value
-        if isinstance(found, typing.cast(type, base)):
-            return found
-        raise SettingError(path, value, describe(kind))
-    value = _plain_value(value)
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise SettingError(path, value, describe(kind))
-        if base is int and value.is_integer() and abs(value) < _EXACT:
-            value = int(value)  # 1e6 stands for a million
-    elif isinstance(value, PurePath):
+    base, given = type_info(kind).base, value
+    value = _plain(value)
+    if isinstance(value, PurePath):
         value = str(value)
     elif isinstance(value, (tuple, list)):
         value = [str(each) if isinstance(each, PurePath) else each for each in value]
+    if base is int and isinstance(value, float) and abs(value) < _EXACT and value.is_integer():
+        value = int(value)  # 1e6 stands for a million
     try:
+        if dataclasses.is_dataclass(base):
+            value = _instances(base).get(value, value) if isinstance(value, str) else value
+            if not isinstance(value, typing.cast(type, base)):
+                raise ValueError
+            return value
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError
         return msgspec.convert(value, kind, dec_hook=_decode)
-    except msgspec.ValidationError:
-        raise SettingError(path, value, describe(kind)) from None
+    except (ValueError, msgspec.ValidationError):
+        sentence = f"{path}={given} is not valid: use {describe(kind)}."
+        raise SettingError(sentence) from None
 
 
 def settings(config: Any, prefix: str = "") -> Iterator[Setting]:
@@ -262,14 +255,19 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _walk(config: Any, prefix: str, outer: frozenset[object] = frozenset()) -> Iterator[Setting]:
     """Every field, and behind a class its own."""
-    helps = field_helps(type(config))
+    helps, labels = field_helps(type(config)), _labels(config)
     for name, kind in _fields(type(config)).items():
-        value = getattr(config, name)
+        value, path = getattr(config, name), f"{prefix}{labels.get(name, name)}"
         marks = outer | {*getattr(kind, "__metadata__", ())}
-        setting = Setting(f"{prefix}{name}", kind, value, helps.get(name, ""), marks)
-        yield setting
+        yield Setting(path, kind, value, helps.get(name, ""), marks)
         if dataclasses.is_dataclass(value):
-            yield from _walk(value, f"{prefix}{name}.", setting.marks)
+            yield from _walk(value, f"{path}.", marks)
+
+
+def _labels(config: Any) -> Mapping[str, str]:
+    """Fields that have another name in paths."""
+    found: Mapping[str, str] = getattr(config, "labels", {})
+    return found
 
 
 @_cached
@@ -308,27 +306,29 @@ def changed(
     """
     inside: dict[str, dict[str, Any]] = {}
     values: dict[str, Any] = {}
-    fields = _fields(type(config))
+    fields, labels = _fields(type(config)), _labels(config)
+    names = {label: name for name, label in labels.items()}
     for path, value in changes.items():
-        name, _, rest = str(path).partition(".")
+        label, _, rest = str(path).partition(".")
+        name = names.get(label, label)
         is_group = name in fields and dataclasses.is_dataclass(getattr(config, name))
         if not strict and name not in fields:
             continue
         if name not in fields or (rest and not is_group):
-            known = [setting.path for setting in settings(config, prefix)]
-            raise unknown_setting(f"{prefix}{path}", known)
+            known = [*settings(config, prefix), *switchable_groups(config, prefix)]
+            raise unknown_setting(f"{prefix}{path}", [each.path for each in known])
         if rest:
             inside.setdefault(name, {})[rest] = value
         elif is_group and isinstance(value, Mapping):
             inside[name] = {**value, **inside.get(name, {})}
         else:
-            values[name] = convert(f"{prefix}{name}", value, fields[name])
+            values[name] = convert(f"{prefix}{label}", value, fields[name])
     for name, inner in inside.items():
         start = values.get(name, getattr(config, name))
-        values[name] = changed(start, inner, f"{prefix}{name}.", strict=strict)
-    with _errors_under(prefix):
-        result: Config = dataclasses.replace(typing.cast(Any, config), **values)
-        return result
+        group = f"{prefix}{labels.get(name, name)}."
+        values[name] = changed(start, inner, group, strict=strict)
+    result: Config = dataclasses.replace(typing.cast(Any, config), **values)
+    return result
 
 
 def unknown_setting(path: str, known: Iterable[str]) -> ConfigError:
@@ -375,24 +375,26 @@ def closest_setting(name: str, known: Iterable[str]) -> str | None:
     """The path that was probably meant: by the word of another library, by the last part of a path,
     or despite a typing error; None if none is close."""
     paths = list(known)
-    name = name.lstrip("-").replace("-", "_")
-    last = name.rpartition(".")[2]
+    names = {path.rpartition(".")[2]: path for path in reversed(paths)}
     for path, words in WORDS_ELSEWHERE.items():
-        if path in paths and {name, last} & set(words.split()):
-            return path
-
-    def similarity(path: str) -> float:
-        pairs = (name, path), (last, path.rpartition(".")[2])
-        return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
-
-    best = max(paths, key=similarity, default=None)
-    return best if best is not None and similarity(best) >= _MIN_SIMILARITY else None
+        names |= dict.fromkeys(words.split(), path) if path in paths else {}
+    names |= {path: path for path in paths}
+    name = name.lstrip("-").replace("-", "_")
+    for word in (name, name.rpartition(".")[2]):
+        for close in difflib.get_close_matches(word, names, 1, _MIN_SIMILARITY):
+            return names[close]
+    return None
 
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A configuration as what JSON can hold."""
-    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    return values
+    labels = _labels(config)
+    return {
+        labels.get(each.name, each.name): to_dict(value)
+        if dataclasses.is_dataclass(value := getattr(config, each.name))
+        else json.loads(json.dumps(value, default=str))
+        for each in dataclasses.fields(config)
+    }
 
 
 def read(words: Sequence[str], kind: Any) -> Any:
@@ -403,19 +405,19 @@ def read(words: Sequence[str], kind: Any) -> Any:
         kind: The type.
     """
     base, inner, optional, _ = type_info(kind)
-    if optional and list(words) in (["None"], ["none"]):
-        return None
-    if base is tuple and not (len(words) == 1 and words[0].startswith("[")):
-        return tuple(read([word], inner[0]) for word in words)
-    if base is dict:
-        return pairs(words)
     word = " ".join(words)
+    if optional and word in ("None", "none", "null"):
+        return None
+    if base is dict and not word.startswith("{"):
+        return pairs(words)
+    if base is tuple and not word.startswith("["):
+        return tuple(read([each], inner[0]) for each in words)
     if base is bool:
         return {"true": True, "false": False}.get(word.lower(), word)
     for number in (int, float) if base in (int, float) else ():
         with suppress(ValueError):
             return number(word)
-    return _json(word) if base in (Any, tuple) else word
+    return _json(word) if base in (Any, tuple, dict) else word
 
 
 def pairs(texts: Sequence[str]) -> dict[str, Any]:
@@ -476,10 +478,10 @@ def _instances(kind: Any) -> Mapping[str, Any]:
     return found
 
 
-def _plain_value(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """Numbers and arrays of numpy as Python's own, also inside of a mapping; paths stay paths."""
     if isinstance(value, Mapping):
-        return {key: _plain_value(each) for key, each in value.items()}
+        return {key: _plain(each) for key, each in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -498,15 +500,6 @@ def _decode(kind: type, value: Any) -> Any:
     if kind is type(value):
         return value
     raise TypeError
-
-
-@contextmanager
-def _errors_under(prefix: str) -> Iterator[None]:
-    """Give errors of a class inside the path at which it stands."""
-    try:
-        yield
-    except SettingError as error:
-        raise SettingError(f"{prefix}{error.path}", error.value, error.range) from None
 
 
 # --- objects that a setting names as package.module:name -----------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import socket
@@ -24,14 +25,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+from rich.table import Table
 
 from dreamfleet.config import read_config
 from dreamfleet.errors import ConfigError, DreamfleetError, MetricsError, import_extra
 from dreamfleet.files import atomic_write
 from dreamfleet.fleet.tied import tied
-from dreamfleet.plotting import final_score, read_evaluations, read_scores
+from dreamfleet.plotting import SWEEP_FILE, final_score, read_evaluations, read_scores
+from dreamfleet.statistics import mean_interval
 
-PLAN = "sweep.json"
+PLAN = SWEEP_FILE
 _RANGE = re.compile(r"(log|uniform|int)\(([^,()]+),([^,()]+)\)")
 _POLL_SECONDS = 2.0
 _PARTS = 20
@@ -336,11 +339,23 @@ def results(folder: Path) -> list[dict[str, Any]]:
     return [each for each in found if each]
 
 
-def runs_of(folder: Path) -> list[Path]:
-    """The runs of a sweep that have scores; the folder itself if it is no sweep."""
-    if not (folder / PLAN).is_file() or (folder / "config.json").is_file():
-        return [folder]
-    return [each for each in sorted(folder.iterdir()) if (each / "scores.jsonl").is_file()]
+def table(folder: Path) -> Table:
+    """The settings of a sweep with their mean scores, the best one first."""
+    groups: dict[tuple[tuple[str, str], ...], list[dict[str, Any]]] = {}
+    for result in results(folder):
+        groups.setdefault(tuple(sorted(result["setting"].items())), []).append(result)
+    rows = []
+    for setting, found in groups.items():
+        scores = [each["score"] for each in found if each["score"] is not None]
+        mean = mean_interval(scores) if scores else None
+        ended = ", ".join(sorted({each["state"] for each in found}))
+        label = ", ".join(f"{path}={value}" for path, value in setting) or "as given"
+        words = (label, str(len(found)), str(mean or ""), ended)
+        rows.append((mean.value if mean else -math.inf, words))
+    made = Table("setting", "runs", "mean score [95 %]", "ended", box=None)
+    for _, words in sorted(rows, reverse=True):
+        made.add_row(*words)
+    return made
 
 
 def _name(setting: Sequence[tuple[str, str]], seed: int) -> str:

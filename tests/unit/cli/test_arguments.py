@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import shlex
 import typing
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dreamfleet import cli
 from dreamfleet.agents import size_preset
-from dreamfleet.cli import COMMANDS, main
+from dreamfleet.cli import COMMANDS, EXAMPLES, OPTIONS, find, main
 from dreamfleet.cli.arguments import Option, call, function_options, parse, summary_of
-from dreamfleet.cli.sweep import options_of as sweep_options
 from dreamfleet.cli.train import config_of, options_of
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.presets import PRESETS, preset
 from dreamfleet.settings import Section, convert, describe
 
-OTHERS = [name for name in COMMANDS if name not in ("train", "resume", "sweep")]
-
-
-def function_of(command: str) -> Callable[..., Any]:
-    name = command.replace("-", "_")
-    function: Callable[..., Any] = getattr(importlib.import_module(f"dreamfleet.cli.{name}"), name)
-    return function
+OTHERS = [name for name in COMMANDS if name not in OPTIONS]
 
 
 def shown(text: str, options: list[Option]) -> None:
@@ -48,8 +38,8 @@ def shown(text: str, options: list[Option]) -> None:
 def test_every_option_is_explained(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out
-    shown(text, function_options(function_of(command)))
-    assert summary_of(function_of(command)).split("\n")[0] in text
+    shown(text, function_options(find(COMMANDS[command])))
+    assert summary_of(find(COMMANDS[command])).split("\n")[0] in text
 
 
 @pytest.mark.parametrize("command", OTHERS)
@@ -58,7 +48,7 @@ def test_the_help_lists_every_name_that_may_be_given(
 ) -> None:
     assert main([command, "--help"]) == 0
     words = re.findall(r"[\w-]+", capsys.readouterr().out)
-    for option in function_options(function_of(command)):
+    for option in function_options(find(COMMANDS[command])):
         if option.positional and typing.get_origin(option.type) is typing.Literal:
             assert set(typing.get_args(option.type)) <= set(words)
 
@@ -74,7 +64,7 @@ def test_the_help_says_what_may_be_left_out_and_how_to_switch_off(
     assert main(["plot", "--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: dreamfleet plot LOGDIRS ... [OPTIONS]\n")
     assert main(["train", "--help-all"]) == 0
-    assert "--replay.online, --replay.no-online " in capsys.readouterr().out
+    assert "--replay.online, --replay.no-online\n" in capsys.readouterr().out
 
 
 def test_the_help_of_train_shows_what_people_use(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +74,7 @@ def test_the_help_of_train_shows_what_people_use(capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     shown(text, short)
     assert len(re.findall(r"^  --", text, re.MULTILINE)) == len(short)
-    titles = re.findall(r"^(\w[\w ]*)$", text, re.MULTILINE)
+    titles = re.findall(r"^(\w[\w ]*):$", text, re.MULTILINE)
     assert (titles[0], titles[-1]) == ("what", "examples")
     assert f"({preset('default').steps})" in text
     assert main(["train", "--preset", "pixels", "--help"]) == 0
@@ -168,7 +158,7 @@ def test_whole_numbers_may_be_written_short() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [line for lines in cli.EXAMPLES.values() for line, _ in lines], ids=str
+    "line", [line.split(" | ")[0] for line in EXAMPLES.strip().splitlines()], ids=str
 )
 def test_every_example_is_a_command(line: str) -> None:
     """Parsed as it stands there; what it does is tested where the command is."""
@@ -176,7 +166,10 @@ def test_every_example_is_a_command(line: str) -> None:
     if command in ("train", "resume"):
         config_of(arguments if command == "train" else ["--logdir", *arguments])
         return
-    options = sweep_options([]) if command == "sweep" else function_options(function_of(command))
+    if command in OPTIONS:
+        options = find(OPTIONS[command])([])
+    else:
+        options = function_options(find(COMMANDS[command]))
     values = parse(options, arguments)
     for option in options:
         if option.path in values:
@@ -193,7 +186,7 @@ def test_every_example_is_a_command(line: str) -> None:
         (["train", "--steps", "abc"], "steps=abc is not valid: use a whole number, at least 0.\n"),
         (["train", "--replay.capacity=0"], "replay.capacity=0 is not valid: use a whole number"),
         (["train", "--dreamer.model", "1k"], "dreamer.model=1k is not valid: use one of debug"),
-        (["train", "--set", "dreamer.loss.horizn=1"], "did you mean 'dreamer.loss.horizon'?"),
+        (["train", "--set", "dreamer.loss.horizn=1"], "Did you mean --dreamer.loss.horizon?"),
         (["train", "--agent", "random", "--dreamer.loss.horizon", "1"], "There is no option"),
         (["train", "--agent", "dreamr"], "Did you mean 'dreamer'?"),
         (["train", "--agent", "nowhere:AGENT"], "There is no module 'nowhere'"),
