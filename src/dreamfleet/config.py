@@ -436,8 +436,7 @@ class RunConfig:
 
     @cached_property
     def run_keys(self) -> Keys | RoleKey | None:
-        """What clients connect with, read from its file: the run key, or the key of a role; None if
-        the run has none."""
+        """What clients connect with: the run key, or the key of a role; None if there is none."""
         if _keys is not None:
             return _keys
         if not self.keys:
@@ -633,11 +632,7 @@ def read_config(logdir: Path) -> RunConfig:
 
 
 def read_config_file(path: Path) -> RunConfig:
-    """The configuration in a file. This imports nothing that it names.
-
-    Raises:
-        ConfigError: It cannot be read, or holds no configuration.
-    """
+    """The configuration in a file; see `read_config`."""
     try:
         return RunConfig.from_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):

@@ -13,8 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +24,7 @@ from dreamfleet.config import RunConfig
 from dreamfleet.envs.gym import GymTranslation
 from dreamfleet.envs.wrappers import affine_actions
 from dreamfleet.errors import ConfigError, first_line, import_extra
-from dreamfleet.files import fsync
+from dreamfleet.files import folder_aside
 from dreamfleet.policy import Blueprint, read_blueprint
 from dreamfleet.replay import Replay
 from dreamfleet.replay.reading import StoredEpisode, replay_directories, stored_episodes
@@ -80,27 +78,10 @@ def dataset_source(path: Path | str) -> tuple[Path, Blueprint]:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     target = cache / "dreamfleet" / "datasets" / hashlib.sha256(key.encode()).hexdigest()[:24]
     if not target.is_dir():
-        _convert(reader, target)
-    return target, blueprint
-
-
-def _convert(reader: _Reader, target: Path) -> None:
-    """Write the steps aside, then give the folder its name; of several writers the first wins."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=target.parent, prefix=".making-"))
-    try:
-        with Replay(1, max(reader.steps, 1), made / "replay") as replay:
+        with folder_aside(target) as made, Replay(1, max(reader.steps, 1), made) as replay:
             for number, rows in enumerate(reader.episodes()):
                 replay.add_batch(rows, [number % _STREAMS] * len(rows["reward"]))
-        fsync(made)
-        try:
-            (made / "replay").rename(target)
-        except OSError:
-            if not target.is_dir():
-                raise
-        fsync(target.parent)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+    return target, blueprint
 
 
 def _found(path: str) -> Path:
@@ -279,11 +260,9 @@ def write_dataset(run: Path, out: Path, directories: Iterable[Path], name: str) 
     ]
     if not episodes:
         raise ConfigError(f"The replay of {run} holds no episode from its beginning: train longer.")
-    out.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=out.absolute(), prefix=".making-"))  # as Minari needs it
-    try:
+    with folder_aside(out / "data") as made:
         storage = storages.MinariStorage.new(
-            made, _gym_space(obs_space), _gym_space(act_space), jpeg_encoding=False
+            made.absolute(), _gym_space(obs_space), _gym_space(act_space), jpeg_encoding=False
         )
         kept = (obs_space, act_space)
         storage.update_episodes(_buffer(buffers.EpisodeBuffer, each, *kept) for each in episodes)
@@ -297,12 +276,6 @@ def write_dataset(run: Path, out: Path, directories: Iterable[Path], name: str) 
         storage.update_metadata(
             {"dataset_id": name, "minari_version": version, _OURS: json.dumps(about)}
         )
-        for each in made.iterdir():
-            fsync(each)
-        made.rename(out / "data")
-        fsync(out)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
     return len(episodes), sum(each.length - 1 for each in episodes)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from dreamfleet.checkpoint import Checkpoint, Which
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError, DreamfleetError, MetricsError, first_line, import_extra
-from dreamfleet.files import atomic_write, temporary_folder
+from dreamfleet.files import atomic_write, folder_aside, temporary_folder
 from dreamfleet.metrics.evaluations import FILE_NAME
 from dreamfleet.metrics.outputs.jsonl import read_jsonl
 from dreamfleet.plotting import draw, read_panels
@@ -84,17 +84,11 @@ def pull(repository: str, /, out: Path | None = None) -> str:
     made = out or Path("runs") / repository.partition("/")[2]
     if made.exists():
         raise ConfigError(f"{made} exists already: choose another --out.")
-    made.parent.mkdir(parents=True, exist_ok=True)
-    aside = made.with_name(f".{made.name}.pulling")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
+    with folder_aside(made) as aside:
         with _asking(repository):
             client.snapshot_download(repository, local_dir=str(aside), allow_patterns=_DATA)
         find_checkpoint(aside)  # whose checksums are compared
         shutil.rmtree(aside / ".cache", ignore_errors=True)  # the client's own notes
-        aside.rename(made)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return f"The policy is in {made}: dreamfleet eval {made}"
 
 

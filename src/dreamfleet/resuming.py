@@ -23,7 +23,7 @@ from dreamfleet.presets import preset as find_preset
 from dreamfleet.settings import Mark, convert, flattened, is_under
 from dreamfleet.trust import CodeRef, Trust, admit, code_in
 
-ReadAgain = Callable[[str], Mapping[str, Any]]
+ReadRest = Callable[[str], Mapping[str, Any]]
 
 _MAX_SHOWN = 4
 
@@ -41,7 +41,7 @@ def resolve(
     source: Path | None = None,
     trust: Trust = False,
     say: Callable[[str], None],
-    read_again: ReadAgain | None = None,
+    read_rest: ReadRest = lambda _: {},
 ) -> RunConfig:
     """The configuration of a run: its last settings, or those of a preset, with changes.
 
@@ -52,7 +52,7 @@ def resolve(
         source: That file.
         trust: What the user trusts of the code that files name.
         say: Takes a sentence if the run has other settings than the preset.
-        read_again: See `with_changes`.
+        read_rest: See `with_changes`.
 
     Raises:
         ConfigError: A setting does not fit, or a file names code that the user has not named.
@@ -73,7 +73,7 @@ def resolve(
         source=source or Path(*(base.offline[:1] if is_new else ()) or [logdir]),
         trust=trust,
         stated=stated,
-        read_again=read_again,
+        read_rest=read_rest,
     )
     if preset and not is_new and config.agent == base.agent:
         options = {**base.env_options, **changes.get("env_options", {})}
@@ -120,7 +120,7 @@ def with_changes(
     trust: Trust = False,
     stated: Collection[str] | None = None,
     may_state: Collection[str] | None = None,
-    read_again: ReadAgain | None = None,
+    read_rest: ReadRest = lambda _: {},
 ) -> RunConfig:
     """Settings that were read from a file, some of them changed.
 
@@ -131,18 +131,18 @@ def with_changes(
         trust: What the user trusts of the code that files name.
         stated: Paths of the changes that the user has given; None for all of them.
         may_state: See `dreamfleet.trust.admit`.
-        read_again: Takes the name of the agent, whose code may be imported, and returns what the
-            user has given, settings of the agent included.
+        read_rest: Takes the name of the agent, whose code may be imported, and returns further
+            settings that the user has given.
 
     Raises:
         ConfigError: A change does not fit, or a file names code that the user has not named.
     """
     given, mine = dict(changes), set(changes if stated is None else stated)
     gate = partial(admit, source, trust=trust, may_state=may_state)
-    gate(code_in([("agent", str(given.get("agent", before.agent)))]), stated=mine)
-    if read_again:
-        more = read_again(str(given.get("agent", before.agent)))
-        given, mine = {**more, **given}, {*more, *mine}
+    agent = str(given.get("agent", before.agent))
+    gate(code_in([("agent", agent)]), stated=mine)
+    given |= (rest := read_rest(agent))
+    mine |= {*rest}
     options = given.get("env_options", {})
     config = before.changed({**given, "env_options": {**before.env_options, **options}})
     mine = {config.agent_type.name if path == "agent_config" else path for path in mine}

@@ -13,7 +13,8 @@ and the text under it is its help. Checks, flags, files and the reference page a
             validate(self)
 
 Classes may hold each other. A setting has a path then, such as `loss.horizon`. A class that offers
-whole instances by name (sizes of a model) has a static method `named` that returns them.
+whole instances by name (sizes of a model) has a static method `named` that returns them. Fields
+with another name in paths are in its property `labels`.
 """
 
 from __future__ import annotations
@@ -49,29 +50,22 @@ _cached = typing.cast(Callable[[Function], Function], cache)  # mypy takes types
 class Mark(enum.Enum):
     """What else is true of a setting, or of a whole class of settings."""
 
-    INCIDENTAL = enum.auto()
-    FIXED = enum.auto()
-    PER_HOST = enum.auto()
-    PER_ROLE = enum.auto()
-    JOINED = enum.auto()
-    CODE = enum.auto()
-    LOCAL = enum.auto()
+    INCIDENTAL = "it does not make a run another experiment"
+    FIXED = "it cannot be changed when a run is resumed"
+    PER_HOST = "the hosts of a run may differ in it"
+    PER_ROLE = "a role that is started by hand may have another value than the run"
+    JOINED = "machines that join the run are told it"
+    CODE = "it may name code (`package.module:name`), see `dreamfleet.trust`"
+    LOCAL = "each machine chooses it, and never a file, because it decides which code runs there"
 
 
 Incidental = Annotated[Type, Mark.INCIDENTAL]
-"""It does not make a run another experiment."""
 Fixed = Annotated[Type, Mark.FIXED]
-"""It cannot be changed when a run is resumed."""
 PerHost = Annotated[Type, Mark.PER_HOST]
-"""The hosts of a run may differ in it."""
 PerRole = Annotated[Type, Mark.PER_ROLE, Mark.PER_HOST]
-"""A role that is started by hand may have another value than the run."""
 Joined = Annotated[Type, Mark.JOINED]
-"""Machines that join the run are told it."""
 Code = Annotated[Type, Mark.CODE]
-"""It may name code (`package.module:name`), see `dreamfleet.trust`."""
 Local = Annotated[Type, Mark.LOCAL]
-"""It is chosen on each machine and never by a file, because it decides which code runs there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,22 +102,50 @@ class SettingError(ConfigError):
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One setting of a configuration."""
+    """One setting of a configuration, or one parameter of a command."""
 
     path: str
     type: Any
     """With its range."""
     value: Any
+    """Of a command its default."""
     help: str
     marks: frozenset[object] = frozenset()
     """Its own, and those of the classes that it stands in."""
+    positional: bool = False
+
+    @property
+    def flag(self) -> str:
+        """What is typed: --train-ratio, or LOGDIR."""
+        label = self.path.replace("_", "-")
+        return label.upper() if self.positional else f"--{label}"
+
+    @property
+    def negation(self) -> str:
+        """What switches it off: --replay.no-online."""
+        group, dot, label = self.flag.removeprefix("--").rpartition(".")
+        return f"--{group}{dot}no-{label}"
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it takes no value: --greedy, and --no-greedy."""
+        return type_info(self.type).base is bool
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether it takes several words."""
+        return type_info(self.type).base in (tuple, dict)
+
+    @property
+    def section(self) -> str:
+        """The title of the short help that shows it; empty for none."""
+        return next((mark.title for mark in self.marks if isinstance(mark, Section)), "")
 
 
 class TypeInfo(NamedTuple):
-    """A type without its marks, and what they and `| None` add to it."""
+    """A type without its marks: `tuple` of `tuple[int, ...]`, or `Union` of several types."""
 
     base: Any
-    """The type, or its origin: `tuple` of `tuple[int, ...]`, `Union` of several types."""
     inner: tuple[Any, ...]
     """What stands in its brackets."""
     optional: bool
@@ -132,19 +154,16 @@ class TypeInfo(NamedTuple):
 
 def type_info(kind: Any) -> TypeInfo:
     """What a type of a setting consists of."""
-    optional, ranges = False, []
-    while True:
-        origin, inner = typing.get_origin(kind), typing.get_args(kind)
-        if origin is Annotated:
-            kind, *extras = inner
-            ranges += [each for each in extras if isinstance(each, msgspec.Meta)]
-        elif origin in (typing.Union, types.UnionType):
-            optional = type(None) in inner
-            kind, *others = (each for each in inner if each is not type(None))
-            if others:
-                return TypeInfo(typing.Union, (kind, *others), optional, tuple(ranges))
-        else:
-            return TypeInfo(origin or kind, inner, optional, tuple(ranges))
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        found = type_info(inner[0])
+        ranges = tuple(each for each in inner[1:] if isinstance(each, msgspec.Meta))
+        return found._replace(ranges=ranges + found.ranges)
+    if origin not in (typing.Union, types.UnionType):
+        return TypeInfo(origin or kind, inner, False, ())
+    some = tuple(each for each in inner if each is not type(None))
+    found = type_info(some[0]) if len(some) == 1 else TypeInfo(typing.Union, some, False, ())
+    return found._replace(optional=len(some) < len(inner))
 
 
 def validate(config: Any) -> None:
@@ -197,8 +216,8 @@ def switchable_groups(config: Any, prefix: str = "") -> Iterator[Setting]:
     """The classes inside a configuration that can be replaced by an instance with a name."""
     for each in _walk(config, prefix):
         if dataclasses.is_dataclass(each.value) and (names := _instances(type(each.value))):
-            text = f"{each.help} One of {', '.join(names)}."
-            yield dataclasses.replace(each, help=text.strip())
+            text = f"{each.help} One of {', '.join(names)}.".strip()
+            yield Setting(each.path, str, None, text)
 
 
 Own = ParamSpec("Own")
@@ -222,17 +241,15 @@ def takes_settings(
     editors, notebooks and `help`, without a second list of them."""
 
     def decorate(function: Callable[Own, Result]) -> TakesSettings[Own, Fields, Result]:
-        signature = inspect.signature(function)
+        signature, hints = inspect.signature(function), typing.get_type_hints(kind)
         *own, rest = signature.parameters.values()
-        types_of = typing.get_type_hints(kind)
         own += [
-            each.replace(kind=each.KEYWORD_ONLY, annotation=types_of[name])
+            each.replace(kind=each.KEYWORD_ONLY, annotation=hints[name])
             for name, each in inspect.signature(kind).parameters.items()
             if name not in signature.parameters
         ]
         vars(function)["__signature__"] = signature.replace(parameters=[*own, rest])
-        result: TakesSettings[Own, Fields, Result] = typing.cast(Any, function)
-        return result
+        return typing.cast(TakesSettings[Own, Fields, Result], function)
 
     return decorate
 
@@ -255,19 +272,13 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _walk(config: Any, prefix: str, outer: frozenset[object] = frozenset()) -> Iterator[Setting]:
     """Every field, and behind a class its own."""
-    helps, labels = field_helps(type(config)), _labels(config)
+    helps, labels = field_helps(type(config)), getattr(config, "labels", {})
     for name, kind in _fields(type(config)).items():
         value, path = getattr(config, name), f"{prefix}{labels.get(name, name)}"
         marks = outer | {*getattr(kind, "__metadata__", ())}
         yield Setting(path, kind, value, helps.get(name, ""), marks)
         if dataclasses.is_dataclass(value):
             yield from _walk(value, f"{path}.", marks)
-
-
-def _labels(config: Any) -> Mapping[str, str]:
-    """Fields that have another name in paths."""
-    found: Mapping[str, str] = getattr(config, "labels", {})
-    return found
 
 
 @_cached
@@ -295,18 +306,16 @@ def changed(
     Args:
         config: An instance of a configuration class.
         changes: Values by path: `{"loss.horizon": 100}`. A class inside takes its settings as a
-            mapping (`{"loss": {"horizon": 100}}`), an instance, or the name of one
-            (`{"model": "1m"}`).
+            mapping, an instance, or the name of one (`{"model": "1m"}`).
         prefix: Where the configuration itself stands, for messages.
-        strict: Whether a setting that does not exist is an error; else it is ignored, so that a
-            run directory of another version can be read.
+        strict: Whether a setting that does not exist is an error, or ignored.
 
     Raises:
         ConfigError: There is no such setting, or its value does not fit.
     """
     inside: dict[str, dict[str, Any]] = {}
     values: dict[str, Any] = {}
-    fields, labels = _fields(type(config)), _labels(config)
+    fields, labels = _fields(type(config)), getattr(config, "labels", {})
     names = {label: name for name, label in labels.items()}
     for path, value in changes.items():
         label, _, rest = str(path).partition(".")
@@ -388,7 +397,7 @@ def closest_setting(name: str, known: Iterable[str]) -> str | None:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A configuration as what JSON can hold."""
-    labels = _labels(config)
+    labels = getattr(config, "labels", {})
     return {
         labels.get(each.name, each.name): to_dict(value)
         if dataclasses.is_dataclass(value := getattr(config, each.name))
@@ -511,8 +520,8 @@ def load_object(path: str) -> object:
     Raises:
         ConfigError: There is no such module or no such name in it, or it cannot be imported.
     """
-    module, colon, name = path.partition(":")
-    if not (module and colon and name):
+    module, _, name = path.partition(":")
+    if not (module and name):
         raise ConfigError(f"{path!r} names no object: write package.module:name.")
     loaded = load_module(module, path)
     try:
@@ -524,11 +533,7 @@ def load_object(path: str) -> object:
 
 
 def load_module(module: str, path: str) -> types.ModuleType:
-    """The module that is part of `path`, also from the current directory.
-
-    Raises:
-        ConfigError: There is no such module, or it cannot be imported.
-    """
+    """The module that is part of `path`; see `load_object`."""
     if module.endswith(".py") or "/" in module:
         file, name = PurePath(module.removesuffix(".py")), path.rpartition(":")[2]
         dotted = file.name if file.is_absolute() else ".".join(file.parts)

@@ -18,7 +18,6 @@ from typing import Any
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.settings import (
-    Section,
     Setting,
     closest_setting,
     convert,
@@ -32,41 +31,7 @@ _REQUIRED = inspect.Parameter.empty
 _METAVARS = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH", dict: "NAME=VALUE ..."}
 
 
-@dataclasses.dataclass(frozen=True)
-class Option(Setting):
-    """One option, or one positional argument. Its value is its default."""
-
-    positional: bool = False
-
-    @property
-    def flag(self) -> str:
-        """What is typed: --train-ratio, or LOGDIR."""
-        label = self.path.replace("_", "-")
-        return label.upper() if self.positional else f"--{label}"
-
-    @property
-    def negation(self) -> str:
-        """What switches it off: --replay.no-online."""
-        group, dot, label = self.flag.removeprefix("--").rpartition(".")
-        return f"--{group}{dot}no-{label}"
-
-    @property
-    def is_switch(self) -> bool:
-        """Whether it takes no value: --greedy, and --no-greedy."""
-        return type_info(self.type).base is bool
-
-    @property
-    def takes_several(self) -> bool:
-        """Whether it takes several words."""
-        return type_info(self.type).base in (tuple, dict)
-
-    @property
-    def section(self) -> str:
-        """The title of the short help that shows it; empty for none."""
-        return next((mark.title for mark in self.marks if isinstance(mark, Section)), "")
-
-
-def function_options(function: Callable[..., Any]) -> list[Option]:
+def function_options(function: Callable[..., Any]) -> list[Setting]:
     """The options of a command: the parameters of its function. A parameter `**settings:
     Annotated[Any, mark]` stands for the settings of a run that have this mark."""
     hints = typing.get_type_hints(function, include_extras=True)
@@ -81,15 +46,13 @@ def function_options(function: Callable[..., Any]) -> list[Option]:
             continue
         text = " ".join(helps.get(name, "").split())
         positional = parameter.kind is parameter.POSITIONAL_ONLY
-        found.append(Option(name, hints[name], parameter.default, text, positional=positional))
+        found.append(Setting(name, hints[name], parameter.default, text, positional=positional))
     return found
 
 
-def run_options(config: RunConfig) -> list[Option]:
-    """An option for each setting of a run and its agent, and for each group that can be chosen by a
-    name."""
-    found = [Option(**vars(setting)) for setting in config.settings()]
-    return found + [Option(each.path, str, None, each.help) for each in switchable_groups(config)]
+def run_options(config: RunConfig) -> list[Setting]:
+    """The settings of a run and its agent, and the groups that can be chosen by a name."""
+    return [*config.settings(), *switchable_groups(config)]
 
 
 def call(command: str, function: Callable[..., Any], arguments: Sequence[str]) -> Any:
@@ -109,7 +72,7 @@ def call(command: str, function: Callable[..., Any], arguments: Sequence[str]) -
     return function(*places, **values)
 
 
-def parse(options: Sequence[Option], arguments: Sequence[str]) -> dict[str, Any]:
+def parse(options: Sequence[Setting], arguments: Sequence[str]) -> dict[str, Any]:
     """The values of the options that were typed.
 
     Raises:
@@ -128,7 +91,7 @@ def parse(options: Sequence[Option], arguments: Sequence[str]) -> dict[str, Any]
 
 
 def parse_known(
-    options: Sequence[Option], arguments: Sequence[str]
+    options: Sequence[Setting], arguments: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """The values of the options that were typed, and the words that belong to none of them.
 
@@ -138,7 +101,9 @@ def parse_known(
     parser = _parser(options)
     parser._negative_number_matcher = re.compile(r"-[\d.]")  # also -1e5, which is a number too
     try:
-        found, rest = parser.parse_known_intermixed_args([_with_dashes(each) for each in arguments])
+        # Flags may be typed with underscores, as settings have them.
+        words = [re.sub("^--[^=]+", lambda m: m[0].replace("_", "-"), each) for each in arguments]
+        found, rest = parser.parse_known_intermixed_args(words)
     except argparse.ArgumentError as error:
         (option,) = (o for o in options if error.argument_name in (o.flag, o.negation))
         if option.is_switch:
@@ -155,7 +120,7 @@ def parse_known(
 def help_of(
     command: str,
     function: Callable[..., Any],
-    options: Sequence[Option],
+    options: Sequence[Setting],
     examples: Sequence[str],
     *,
     everything: bool,
@@ -196,7 +161,7 @@ class _Layout(argparse.RawDescriptionHelpFormatter):
         return str(action.metavar)
 
 
-def _parser(options: Sequence[Option], **about: Any) -> argparse.ArgumentParser:
+def _parser(options: Sequence[Setting], **about: Any) -> argparse.ArgumentParser:
     """What reads the options, and lays out their help."""
     parser = argparse.ArgumentParser(
         add_help=False,
@@ -230,7 +195,7 @@ def _parser(options: Sequence[Option], **about: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def _text(option: Option) -> str:
+def _text(option: Setting) -> str:
     """What an option is for, and its default."""
     value = option.value
     if value is _REQUIRED or not value:
@@ -239,12 +204,6 @@ def _text(option: Option) -> str:
         value = tuple(f"{name}={each}" for name, each in value.items())
     shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
     return f"{option.help} ({'on' if value is True else shown})"
-
-
-def _with_dashes(word: str) -> str:
-    """A flag that was typed with underscores, as settings have them."""
-    flag, equals, value = word.partition("=")
-    return f"{flag.replace('_', '-')}{equals}{value}" if word.startswith("--") else word
 
 
 def _metavar(kind: Any) -> str:

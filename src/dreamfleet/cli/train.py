@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dreamfleet.cli.arguments import Option, parse, parse_known, run_options
+from dreamfleet.cli.arguments import parse, parse_known, run_options
 from dreamfleet.cli.console import out, say
 from dreamfleet.config import RunConfig, read_config
 from dreamfleet.errors import ConfigError
 from dreamfleet.presets import PRESETS
 from dreamfleet.presets import preset as find_preset
-from dreamfleet.settings import Count, Section, convert
+from dreamfleet.settings import Count, Section, Setting, convert
 
 _WHAT = frozenset({Section("what")})
 _SHOWN = frozenset({Section("what is written and shown")})
@@ -29,20 +29,20 @@ _PRINT = "Print every setting of the run as a file for --config, and train nothi
 _TRUST = "Import code outside of Dreamfleet that a config.json or the file of --config names."
 _VIEW = "Also serve a page about the run, as 'dreamfleet view' does."
 _OWN = (
-    Option("preset", str, "default", _PRESETS, _WHAT),
-    Option("config", Path, None, _CONFIG, _WHAT),
-    Option("print_config", bool, False, _PRINT),
-    Option("set", dict, {}, "Settings by their path, such as dreamer.loss.horizon=100."),
-    Option("trust", bool, False, _TRUST),
-    Option("view", bool, False, _VIEW, _SHOWN),
+    Setting("preset", str, "default", _PRESETS, _WHAT),
+    Setting("config", Path, None, _CONFIG, _WHAT),
+    Setting("print_config", bool, False, _PRINT),
+    Setting("set", dict, {}, "Settings by their path, such as dreamer.loss.horizon=100."),
+    Setting("trust", bool, False, _TRUST),
+    Setting("view", bool, False, _VIEW, _SHOWN),
 )
 """Options of `train` that are no settings of a run."""
 _OF_SWEEP = (
-    Option("seeds", str, "0", "Seeds that every setting is trained with, such as 0,1,2.", _WHAT),
-    Option("set", dict, {}, "Settings by their path, with one value, values, or a range.", _WHAT),
-    Option("trials", Count, 20, "Settings that a search tries.", _WHAT),
-    Option("parallel", Count, 1, "Runs at the same time.", _WHAT),
-    Option("logdir", Path, Path("runs/sweep"), "The directory of all runs.", _WHAT),
+    Setting("seeds", str, "0", "Seeds that every setting is trained with, such as 0,1,2.", _WHAT),
+    Setting("set", dict, {}, "Settings by their path, with one value, values, or a range.", _WHAT),
+    Setting("trials", Count, 20, "Settings that a search tries.", _WHAT),
+    Setting("parallel", Count, 1, "Runs at the same time.", _WHAT),
+    Setting("logdir", Path, Path("runs/sweep"), "The directory of all runs.", _WHAT),
 )
 
 
@@ -120,20 +120,15 @@ def sweep(arguments: Sequence[str]) -> None:
 def read_line(arguments: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
     """The configuration that a command line stands for, and its options that are no settings.
 
-    Which settings the agent has follows from the others, so these are read first.
+    Which agent it is follows from the settings, so what only your own agent knows is read last.
     """
     from dreamfleet.resuming import read_settings, resolve
 
-    words = _without_sets(arguments)
-    values, _ = parse_known([*_OWN, *run_options(RunConfig(agent="random"))], words)
+    words = _without_sets(arguments) if "--set" in arguments else arguments
+    values, rest = parse_known([*_OWN, *run_options(RunConfig())], words)
     own = {option.path: values.pop(option.path) for option in _OWN if option.path in values}
     source = Path(own["config"]) if "config" in own else None
     file = read_settings(source) if source else {}
-
-    def every_setting(agent: str) -> Mapping[str, Any]:
-        found = parse([*_OWN, *run_options(RunConfig(agent=agent))], words)
-        return {path: value for path, value in found.items() if path not in own}
-
     config = resolve(
         values,
         own.get("preset", file.pop("preset", None)),
@@ -141,7 +136,7 @@ def read_line(arguments: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
         source=source,
         trust=own.get("trust", False),
         say=say,
-        read_again=every_setting,
+        read_rest=lambda agent: parse([*_OWN, *run_options(RunConfig(agent=agent))], rest),
     )
     return config, own
 
@@ -151,10 +146,10 @@ def _without_sets(arguments: Sequence[str]) -> list[str]:
     found, words = parse_known([_OWN[3]], arguments)
     for path, value in found.get("set", {}).items():
         group, dot, name = path.rpartition(".")
-        if isinstance(value, bool):
-            words.append(f"--{group}{dot}{'' if value else 'no-'}{name}")
-        else:
-            words.append(f"--{path}={value if isinstance(value, str) else json.dumps(value)}")
+        text = value if isinstance(value, str) else json.dumps(value)
+        negation = {"true": "", "false": "no-"}.get(text.lower())
+        is_switch = negation is not None
+        words.append(f"--{group}{dot}{negation}{name}" if is_switch else f"--{path}={text}")
     return words
 
 
@@ -163,17 +158,17 @@ def config_of(arguments: Sequence[str]) -> RunConfig:
     return read_line(arguments)[0]
 
 
-def options_of(arguments: Sequence[str]) -> list[Option]:
+def options_of(arguments: Sequence[str]) -> list[Setting]:
     """The options of a command line, for a new run: the preset gives the defaults, and the agent
     its settings."""
-    values, _ = parse_known([_OWN[0], Option("agent", str, None, "")], arguments)
+    values, _ = parse_known([_OWN[0], Setting("agent", str, None, "")], arguments)
     config = find_preset(values.pop("preset", "default")).changed(values)
     # The directory follows from the task.
     found = [replace(o, value=None) if o.path == "logdir" else o for o in run_options(config)]
     return [*_OWN, *found]
 
 
-def resume_options(_: Sequence[str]) -> list[Option]:
+def resume_options(_: Sequence[str]) -> list[Setting]:
     """The options of `resume`. Their defaults are what the run has."""
     found = {option.path: replace(option, value=None) for option in options_of([])}
     del found["preset"]
@@ -183,7 +178,7 @@ def resume_options(_: Sequence[str]) -> list[Option]:
     return list(found.values())
 
 
-def sweep_options(arguments: Sequence[str]) -> list[Option]:
+def sweep_options(arguments: Sequence[str]) -> list[Setting]:
     """The options of `sweep`."""
     hidden = {"seed", "view", "print_config", *(option.path for option in _OF_SWEEP)}
     return [*_OF_SWEEP, *(each for each in options_of(arguments) if each.path not in hidden)]

@@ -12,17 +12,17 @@ import pytest
 
 from dreamfleet.agents import size_preset
 from dreamfleet.cli import COMMANDS, EXAMPLES, OPTIONS, find, main
-from dreamfleet.cli.arguments import Option, call, function_options, parse, summary_of
+from dreamfleet.cli.arguments import call, function_options, parse, summary_of
 from dreamfleet.cli.train import config_of, options_of
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.presets import PRESETS, preset
-from dreamfleet.settings import Section, convert, describe
+from dreamfleet.settings import Section, Setting, convert, describe
 
 OTHERS = [name for name in COMMANDS if name not in OPTIONS]
 
 
-def shown(text: str, options: list[Option]) -> None:
+def shown(text: str, options: list[Setting]) -> None:
     """Every option and its whole sentence is in the text, which fits into a terminal."""
     assert max(map(len, text.splitlines())) <= 100
     assert "…" not in text, "something is cut off"
@@ -104,7 +104,7 @@ def test_every_setting_has_a_flag_and_is_in_the_whole_help(
     shown(capsys.readouterr().out, options)
 
 
-def value_for(option: Option) -> list[str]:
+def value_for(option: Setting) -> list[str]:
     """Words that say the option's default again."""
     if option.value in (None, "", ()) or isinstance(option.value, dict):
         return []
@@ -128,7 +128,8 @@ def test_flags_are_settings() -> None:
         "--dreamer.model 1m --dreamer.loss.entropy-scale=0.001 --dreamer.model.mults 2 3 "
         "--replay.capacity 5000 --replay.no-online --batch_size 3 --outputs jsonl --remote-envs "
         "--actor-addr tcp://h:1 --target-score 10 --env-options repeat=2 size=[8,8] "
-        "--set dreamer.loss.horizon=50 envs_per_process=2"
+        "--set dreamer.loss.horizon=50 envs_per_process=2 catch_up=False eval_max_steps=5e3 "
+        'prefill=\'["a","b"]\' ray_runtime_env=\'{"pip":["x"]}\' dreamer.execution.prefetch=3'
     )
     config = config_of(shlex.split(line))
     agent = config.agent_config
@@ -138,7 +139,8 @@ def test_flags_are_settings() -> None:
     assert (config.outputs, config.remote_envs, config.target_score) == (("jsonl",), True, 10.0)
     assert config.env_options == {"repeat": 2, "size": (8, 8)}
     assert config.logdir == Path("runs/gym-CartPole-v1")
-    assert config.envs_per_process == 2
+    assert (config.envs_per_process, config.catch_up, config.eval_max_steps) == (2, False, 5000)
+    assert (config.prefill, config.ray_runtime_env) == (("a", "b"), {"pip": ["x"]})
     pixels = config_of(["--preset", "pixels", "--env-options", "repeat=2", "--envs", "3"])
     assert pixels.env_options == {"size": (32, 32), "repeat": 2}
     assert (pixels.envs, pixels.policy_batch) == (3, 3)
@@ -187,7 +189,7 @@ def test_every_example_is_a_command(line: str) -> None:
         (["train", "--replay.capacity=0"], "replay.capacity=0 is not valid: use a whole number"),
         (["train", "--dreamer.model", "1k"], "dreamer.model=1k is not valid: use one of debug"),
         (["train", "--set", "dreamer.loss.horizn=1"], "Did you mean --dreamer.loss.horizon?"),
-        (["train", "--agent", "random", "--dreamer.loss.horizon", "1"], "There is no option"),
+        (["train", "--agent", "random", "--dreamer.loss.horizon", "1"], "There is no setting"),
         (["train", "--agent", "dreamr"], "Did you mean 'dreamer'?"),
         (["train", "--agent", "nowhere:AGENT"], "There is no module 'nowhere'"),
         (["train", "--launcher", "cloud"], "There is no launcher 'cloud': choose from local, ray"),
