@@ -123,7 +123,9 @@ class Checkpoint:
         serial = 0
         if host == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._clean_up()
+            for path in self.directory.iterdir():
+                if path.name.startswith((_TEMPORARY, _DISCARDED)):
+                    shutil.rmtree(path)
             serial = max((_serial(path) for path in self.all()), default=0) + 1
             (self.directory / f"{_TEMPORARY}{serial:06d}").mkdir()
         said = gather({"serial": serial, "step": step})
@@ -240,11 +242,6 @@ class Checkpoint:
                 path.rename(discarded)
                 shutil.rmtree(discarded)
 
-    def _clean_up(self) -> None:
-        for path in self.directory.iterdir():
-            if path.name.startswith((_TEMPORARY, _DISCARDED)):
-                shutil.rmtree(path)
-
 
 def read_checkpoint(path: Path | str, parts: Collection[str] | None = None) -> Snapshot:
     """Read one checkpoint, or some of its parts, checking every byte that is read.
@@ -287,7 +284,9 @@ def _write_part(folder: Path, name: str, state: FlatState, suffix: str = "") -> 
     values: dict[str, Any] = {}
     for key, value in state.items():
         if value is None or isinstance(value, (bool, int, float, str)):
-            values[key] = _encoded(value)
+            # JSON has no NaN and no infinity.
+            odd = isinstance(value, float) and not math.isfinite(value)
+            values[key] = {"float": str(value)} if odd else value
             continue
         array = np.asarray(value)
         if array.dtype.kind in "OSUMm":
@@ -314,14 +313,12 @@ def _read_part(folder: Path, part: Mapping[str, Any]) -> dict[str, Any]:
     read: dict[str, Any] = {}
     for entry in _files(part):
         read |= _read_file(folder, entry)
-    slices: dict[str, dict[int, Any]] = {}
-    axes: dict[str, int] = {}
+    slices: dict[tuple[str, int], dict[int, Any]] = {}
     for key in [key for key in read if _SLICE.search(key)]:
         name, axis, start = _SLICE.split(key)[:3]
-        axes[name] = int(axis)
-        slices.setdefault(name, {})[int(start)] = read.pop(key)
-    for name, found in slices.items():
-        read[name] = np.concatenate([found[start] for start in sorted(found)], axes[name])
+        slices.setdefault((name, int(axis)), {})[int(start)] = read.pop(key)
+    for (name, axis), found in slices.items():
+        read[name] = np.concatenate([found[start] for start in sorted(found)], axis)
     return read
 
 
@@ -337,7 +334,10 @@ def _read_file(folder: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
     size = path.stat().st_size
     if size != entry["bytes"]:
         raise CheckpointError(f"{path} has {size} bytes instead of {entry['bytes']}.")
-    result = {key: _decoded(value) for key, value in entry["values"].items()}
+    result = {
+        key: float(value["float"]) if isinstance(value, dict) else value
+        for key, value in entry["values"].items()
+    }
     # Read while the checksum is worked out: both take long, and a mismatch is the exception.
     with ThreadPoolExecutor(1) as pool:
         checksum = pool.submit(_checksum, path)
@@ -377,23 +377,12 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return body
 
 
-def _encoded(value: Any) -> Any:
-    # JSON has no NaN and no infinity.
-    return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _decoded(value: Any) -> Any:
-    return float(value["float"]) if isinstance(value, dict) else value
-
-
 def _finite(score: float | None) -> float | None:
     return score if score is not None and math.isfinite(score) else None
 
 
 def _serial(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
+    return int(path.name.partition("-")[0])
 
 
 def _checksum(path: Path) -> int:

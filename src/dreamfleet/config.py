@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from dreamfleet.agents.registry import BUILT_IN, AgentType, find_agent
 from dreamfleet.errors import ConfigError
@@ -39,9 +39,7 @@ from dreamfleet.settings import (
     is_under,
     require,
     settings,
-    switchable_groups,
     to_dict,
-    unknown_setting,
     validate,
 )
 from dreamfleet.trust import CodeRef, code_in
@@ -109,8 +107,7 @@ OUTPUTS = ("jsonl", "media", "tensorboard", "wandb", "mlflow")
 """The outputs of this package; all others are named as `package.module:Class`."""
 
 
-@dataclass(frozen=True)
-class ForeignSettings:
+class ForeignSettings(Struct, frozen=True):
     """Settings of an agent whose code was not imported, as they stand in a config.json."""
 
     name: str
@@ -172,10 +169,6 @@ class RunConfig:
     """What each role's process asks for, where the launcher places processes on machines."""
     agent: Annotated[Fixed[Code[str]], _WHAT] = "dreamer"
     """What acts and learns: dreamer, random, or your own as package.module:name."""
-    agent_config: Any = None
-    """Settings of the agent, such as a `DreamerConfig`; None for its defaults. Flags and files have
-    them under the agent's name, such as `dreamer.loss.horizon`."""
-
     hosts: CountOrZero = 1
     """Hosts that train one agent together, each with its own environments and replay. Start the
     same command on each, with the same directory; the launcher ray starts all. 0 takes the number
@@ -298,6 +291,10 @@ class RunConfig:
     """Seconds that an environment may take to start or step before it is killed and restarted; 0
     for no limit."""
 
+    agent_config: Any = None
+    """Settings of the agent, such as a `DreamerConfig`; None for its defaults. Flags and files have
+    them under the agent's name, such as `dreamer.loss.horizon`."""
+
     def __post_init__(self) -> None:
         validate(self)
         options = {k: tuple(v) if isinstance(v, list) else v for k, v in self.env_options.items()}
@@ -306,13 +303,13 @@ class RunConfig:
             object.__setattr__(self, "logdir", _in_place(self.logdir, self.task))
         if not isinstance(self.agent_config, ForeignSettings):
             agent = self.agent_type
+            settings = agent.default() if self.agent_config is None else self.settings_of(agent)
+            object.__setattr__(self, "agent_config", settings)
             require(
                 agent.name not in self.__dataclass_fields__,
                 f"The agent {self.agent} calls its settings {agent.name!r}, which is a setting of "
                 "every run: give its type another name.",
             )
-            settings = agent.default() if self.agent_config is None else self.settings_of(agent)
-            object.__setattr__(self, "agent_config", settings)
         for name in self.outputs:
             require(
                 name in OUTPUTS or ":" in name,
@@ -435,8 +432,7 @@ class RunConfig:
 
     @cached_property
     def run_keys(self) -> Keys | RoleKey | None:
-        """What clients connect with, read from its file: the run key, or the key of a role; None if
-        the run has none."""
+        """What clients connect with: the run key, or the key of a role; None if there is none."""
         if _keys is not None:
             return _keys
         if not self.keys:
@@ -458,18 +454,16 @@ class RunConfig:
             "the file 'keys' of the run's directory."
         )
 
-    def settings(self, mark: Mark | None = None) -> list[Setting]:
-        """Every setting, those of the agent under its name. This imports the agent's code.
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """The agent's settings stand under its name in flags and files."""
+        foreign = isinstance(self.agent_config, ForeignSettings)
+        return {"agent_config": self.agent_config.name if foreign else self.agent_type.name}
 
-        Args:
-            mark: Only those with this mark. Those of an agent whose code was not imported are left
-                out then, instead of importing it.
-        """
-        found = [each for each in settings(self) if not is_under(each.path, ["agent_config"])]
-        if mark is None or not isinstance(self.agent_config, ForeignSettings):
-            agent = self.agent_type
-            found += settings(self.settings_of(agent), f"{agent.name}.")
-        return [each for each in found if mark is None or mark in each.marks]
+    def settings(self, mark: Mark | None = None) -> list[Setting]:
+        """Every setting, or those with a mark. Settings of an agent whose code was not imported are
+        one without marks."""
+        return [each for each in settings(self) if mark is None or mark in each.marks]
 
     def changed(self, changes: Mapping[str, Any]) -> RunConfig:
         """The configuration with some settings changed, by their path: `{"envs": 4,
@@ -481,31 +475,14 @@ class RunConfig:
             ConfigError: There is no such setting, or its value does not fit.
         """
         name = str(changes.get("agent", self.agent))
-        agent = find_agent(name)
-        mine: dict[str, Any] = {}
-        theirs: dict[str, Any] = {}
-        for path, value in changes.items():
-            group, _, rest = path.partition(".")
-            if group != agent.name:
-                mine[path] = value
-            elif rest:
-                theirs[rest] = value
-            elif isinstance(value, Mapping):
-                theirs = {**value, **theirs}
-            else:
-                mine["agent_config"] = value
-        config = self.settings_of(agent) if name == self.agent else agent.default()
-        if theirs or name != self.agent or isinstance(self.agent_config, ForeignSettings):
-            config = mine.get("agent_config") or config
-            mine["agent_config"] = changed(config, theirs, f"{agent.name}.")
-        for path in mine:
-            if path.partition(".")[0] not in self.__dataclass_fields__:
-                known = [*self.changed({"agent": name}).settings()]
-                known += switchable_groups(config, f"{agent.name}.")
-                raise unknown_setting(path, [setting.path for setting in known])
-        if "task" in mine and "logdir" not in mine and self.has_default_logdir:
-            mine["logdir"] = _LOGDIR  # it follows the task, unless it was chosen
-        return changed(self, mine)
+        agent, start = find_agent(name), self
+        if name != self.agent:
+            start = replace(self, agent=name, agent_config=None)
+        elif isinstance(self.agent_config, ForeignSettings):
+            start = replace(self, agent_config=self.settings_of(agent))
+        if "task" in changes and "logdir" not in changes and self.has_default_logdir:
+            changes = {**changes, "logdir": _LOGDIR}  # it follows the task, unless it was chosen
+        return changed(start, changes)
 
     @property
     def has_default_logdir(self) -> bool:
@@ -525,11 +502,10 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as JSON has it; the agent's settings stand under the agent's name."""
-        values = to_dict(self)
-        agent = values.pop("agent_config")
-        if isinstance(self.agent_config, ForeignSettings):
-            return {**values, agent["name"]: agent["values"]}
-        return {**values, self.agent_type.name: agent}
+        foreign = self.agent_config
+        if isinstance(foreign, ForeignSettings):
+            return {**to_dict(self), foreign.name: foreign.values}
+        return to_dict(self)
 
     def to_json(self) -> str:
         """The configuration as JSON."""
@@ -554,18 +530,17 @@ class RunConfig:
         plain values until `changed` is called.
         """
         try:
-            values = json.loads(text)
-            name = values.setdefault("agent", "dreamer")
+            values = {"agent": "dreamer", "logdir": _LOGDIR, **json.loads(text)}
+            name = values["agent"]
             if name in BUILT_IN:
-                agent = find_agent(name)
-                theirs, path = values.get(agent.name, {}), f"{agent.name}."
-                values["agent_config"] = changed(agent.config(), theirs, path, strict=False)
+                theirs = find_agent(name).config()
             else:
                 groups = {k: v for k, v in values.items() if isinstance(v, dict)}
                 unknown = [key for key in groups if key not in cls.__dataclass_fields__]
                 key = unknown[-1] if unknown else str(name).rpartition(":")[2]
-                values["agent_config"] = ForeignSettings(key, groups.get(key, {}))
-            return changed(cls(), {"logdir": _LOGDIR, **values}, strict=False)
+                theirs = ForeignSettings(key, values.pop(key, {}))
+            start = cls(agent=name, agent_config=theirs)
+            return changed(start, values, strict=False)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"This is not the configuration of a run: {str(error).rstrip('.')}. Use the "
@@ -653,11 +628,7 @@ def read_config(logdir: Path) -> RunConfig:
 
 
 def read_config_file(path: Path) -> RunConfig:
-    """The configuration in a file. This imports nothing that it names.
-
-    Raises:
-        ConfigError: It cannot be read, or holds no configuration.
-    """
+    """The configuration in a file; see `read_config`."""
     try:
         return RunConfig.from_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):

@@ -13,11 +13,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,10 +24,10 @@ from dreamfleet.config import RunConfig
 from dreamfleet.envs.gym import GymTranslation
 from dreamfleet.envs.wrappers import affine_actions
 from dreamfleet.errors import ConfigError, DreamfleetError, first_line, import_extra
-from dreamfleet.files import fsync
+from dreamfleet.files import folder_aside
 from dreamfleet.policy import Blueprint, read_blueprint
 from dreamfleet.replay import Replay
-from dreamfleet.replay.reading import StoredEpisode, stored_episodes
+from dreamfleet.replay.reading import StoredEpisode, replay_directories, stored_episodes
 from dreamfleet.spaces import FLAGS, Space, spaces_from_json, spaces_to_json
 
 Arrays = dict[str, NDArray[Any]]
@@ -90,27 +88,10 @@ def _source(folder: Path, path: Path | str) -> tuple[Path, Blueprint]:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     target = cache / "dreamfleet" / "datasets" / hashlib.sha256(key.encode()).hexdigest()[:24]
     if not target.is_dir():
-        _convert(reader, target)
-    return target, blueprint
-
-
-def _convert(reader: _Reader, target: Path) -> None:
-    """Write the steps aside, then give the folder its name; of several writers the first wins."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=target.parent, prefix=".making-"))
-    try:
-        with Replay(1, max(reader.steps, 1), made / "replay") as replay:
+        with folder_aside(target) as made, Replay(1, max(reader.steps, 1), made) as replay:
             for number, rows in enumerate(reader.episodes()):
                 replay.add_batch(rows, [number % _STREAMS] * len(rows["reward"]))
-        fsync(made)
-        try:
-            (made / "replay").rename(target)
-        except OSError:
-            if not target.is_dir():
-                raise
-        fsync(target.parent)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+    return target, blueprint
 
 
 def _found(path: str) -> Path:
@@ -246,6 +227,29 @@ def _by_key(values: Any, spaces: Mapping[str, Space]) -> Arrays:
 # --- writing --------------------------------------------------------------------------------------
 
 
+def dataset(
+    action: Literal["export"],  # noqa: ARG001 - the only one
+    logdir: Path,
+    /,
+    out: Path = Path("dataset"),
+    name: str = "",
+) -> str:
+    """Write the steps of a run as a Minari dataset.
+
+    Nothing is lost. The folder is a source of 'train --offline' and 'train --prefill', and other
+    programs read it with minari.MinariDataset(DIR/data).
+
+    Args:
+        action: The word export.
+        logdir: The run's directory.
+        out: The folder to write.
+        name: The dataset's id, such as cartpole/mine-v0; by the run's directory if not given.
+    """
+    named = name or f"dreamfleet/{logdir.absolute().name}-v0"
+    episodes, actions = write_dataset(logdir, out, replay_directories(logdir), named)
+    return f"{episodes:,} episodes with {actions:,} actions are in {out}"
+
+
 def write_dataset(run: Path, out: Path, directories: Iterable[Path], name: str) -> tuple[int, int]:
     """Write the episodes of a run's replay as a dataset; returns how many episodes and actions.
 
@@ -266,11 +270,9 @@ def write_dataset(run: Path, out: Path, directories: Iterable[Path], name: str) 
     ]
     if not episodes:
         raise ConfigError(f"The replay of {run} holds no episode from its beginning: train longer.")
-    out.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=out.absolute(), prefix=".making-"))  # as Minari needs it
-    try:
+    with folder_aside(out / "data") as made:
         storage = storages.MinariStorage.new(
-            made, _gym_space(obs_space), _gym_space(act_space), jpeg_encoding=False
+            made.absolute(), _gym_space(obs_space), _gym_space(act_space), jpeg_encoding=False
         )
         kept = (obs_space, act_space)
         storage.update_episodes(_buffer(buffers.EpisodeBuffer, each, *kept) for each in episodes)
@@ -284,12 +286,6 @@ def write_dataset(run: Path, out: Path, directories: Iterable[Path], name: str) 
         storage.update_metadata(
             {"dataset_id": name, "minari_version": version, _OURS: json.dumps(about)}
         )
-        for each in made.iterdir():
-            fsync(each)
-        made.rename(out / "data")
-        fsync(out)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
     return len(episodes), sum(each.length - 1 for each in episodes)
 
 

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,11 +46,8 @@ class ExportError(DreamfleetError):
     """A policy that cannot be exported."""
 
 
-class _Built(NamedTuple):
-    files: dict[str, bytes]
-    """The first one is the graph."""
-    run: Run
-    packages: tuple[str, ...]
+_Built = tuple[dict[str, bytes], Run, tuple[str, ...]]
+"""Files, of which the first is the graph; what runs it; and the packages that made it."""
 
 
 def export(
@@ -79,29 +76,33 @@ def export(
         ExportError: The graph cannot be written, or does not compute what the policy does.
     """
     try:
-        built = _to_onnx(graph) if format == "onnx" else _to_stablehlo(graph)
+        files, run, packages = _to_onnx(graph) if format == "onnx" else _to_stablehlo(graph)
     except DreamfleetError:
         raise
     except Exception as error:  # of any package that takes part
         raise ExportError(
             f"The policy cannot be written as {format} ({first_line(error)}): use the other format."
         ) from error
-    reports = [compare(graph, built.run, obs_space, batch, steps) for batch in batches]
+    reports = [compare(graph, run, obs_space, batch, steps) for batch in batches]
     for report in reports:
-        _check(report)
-    versions = {name: importlib.metadata.version(name) for name in ("dreamfleet", *built.packages)}
-    sums = {name: hashlib.sha256(data).hexdigest() for name, data in built.files.items()}
+        most = max(2, 2 * report["batch"] * steps // _DRAWS)
+        worst = max(report["one_step"], report["free_run"])
+        if not worst <= TOLERANCE or report["draws_differ"] > most:
+            raise ExportError(
+                f"The exported graph is {worst:.2g} off the policy in {report['batch']} rows (at "
+                f"most {TOLERANCE:g}), and {report['draws_differ']} of its draws differ (at most "
+                f"{most}): nothing was written. Try the other format."
+            )
     contract = {
         "format": format,
-        "file": next(iter(built.files)),
+        "file": next(iter(files)),
         **(about or {}),
-        "inputs": [_input(graph, obs_space, name) for name in graph.inputs],
-        "outputs": [_output(graph, name) for name in graph.outputs],
+        **_arrays(graph, obs_space),
         "parity": {"tolerance": TOLERANCE, "steps": steps, "batches": reports},
-        "versions": versions,
-        "sha256": sums,
+        "versions": {name: importlib.metadata.version(name) for name in ("dreamfleet", *packages)},
+        "sha256": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
     }
-    for name, data in built.files.items():
+    for name, data in files.items():
         atomic_write(out / name, data)
     atomic_write(out / "policy.json", json.dumps(contract, indent=2) + "\n")
     return contract
@@ -122,7 +123,11 @@ def compare(
     together = np.ones(batch, bool)  # rows of the free run whose draws were all the same
     seconds: dict[str, list[float]] = {"exported": [], "policy": []}
     for step in range(steps):
-        feed = _feed(graph, obs_space, rng, batch)
+        feed = {f"obs.{key}": space.sample(rng, batch) for key, space in obs_space.items()}
+        for name, (_, shape) in graph.inputs.items():
+            if name.startswith("noise."):
+                draw = rng.standard_normal if name in graph.normal_noise else rng.random
+                feed[name] = draw((batch, *shape), np.float32)
         restarts = (rng.random(batch) < 0.02) & (np.arange(batch) % 2 == 1)
         feed["is_first"] = restarts | (step == 0)
         together |= feed["is_first"]
@@ -163,63 +168,41 @@ def _difference(left: Arrays, right: Arrays) -> tuple[NDArray[Any], NDArray[np.b
     return apart, same
 
 
-def _check(report: Mapping[str, Any]) -> None:
-    most = max(2, 2 * report["batch"] * report["steps"] // _DRAWS)
-    worst = max(report["one_step"], report["free_run"])
-    if not worst <= TOLERANCE or report["draws_differ"] > most:
-        raise ExportError(
-            f"The exported graph is {worst:.2g} off the policy in {report['batch']} rows (at most "
-            f"{TOLERANCE:g}), and {report['draws_differ']} of its draws differ (at most {most}): "
-            "nothing was written. Try the other format."
-        )
+def _arrays(graph: PolicyGraph, obs_space: Mapping[str, Space]) -> dict[str, Any]:
+    """What the contract says about inputs and outputs."""
 
+    def bounds(low: NDArray[Any], high: NDArray[Any]) -> dict[str, Any]:
+        """As JSON has them: one number where all are the same, null for infinity."""
+        found = {}
+        for name, bound in (("low", low), ("high", high)):
+            values = [float(x) if np.isfinite(x) else None for x in np.ravel(bound)]
+            found[name] = values[0] if len(set(values)) == 1 else values
+        return found
 
-def _feed(
-    graph: PolicyGraph, obs_space: Mapping[str, Space], rng: np.random.Generator, batch: int
-) -> Arrays:
-    """Observations and noise."""
-    feed = {f"obs.{key}": space.sample(rng, batch) for key, space in obs_space.items()}
-    for name, (_, shape) in graph.inputs.items():
-        if name.startswith("noise."):
-            draw = rng.standard_normal if name in graph.normal_noise else rng.random
-            feed[name] = draw((batch, *shape), np.float32)
-    return feed
+    def more(name: str) -> dict[str, Any]:
+        kind, _, key = name.partition(".")
+        if kind == "obs":
+            space = obs_space[key]
+            layout = {"layout": "BHWC"} if space.image else {}
+            return {**layout, **bounds(space.low, space.high - space.discrete)}
+        if kind == "state":
+            return {"initial": 0.0}
+        if kind == "state_out":
+            return {"next": f"state.{key}"}
+        if kind == "noise":
+            normal = name in graph.normal_noise
+            return {"distribution": "standard normal" if normal else "uniform in [0, 1)"}
+        if name in graph.action_bounds:
+            return bounds(*graph.action_bounds[name])
+        return {"meaning": "true where an episode starts: the state is reset there"}
 
-
-# --- the contract ---------------------------------------------------------------------------------
-
-
-def _input(graph: PolicyGraph, obs_space: Mapping[str, Space], name: str) -> dict[str, Any]:
-    dtype, shape = graph.inputs[name]
-    entry: dict[str, Any] = {"name": name, "dtype": dtype.name, "shape": ["B", *shape]}
-    if name.startswith("obs."):
-        space = obs_space[name.removeprefix("obs.")]
-        entry |= {"layout": "BHWC"} if space.image else {}
-        return {**entry, **_bounds(space.low, space.high - space.discrete)}
-    if name.startswith("state."):
-        return {**entry, "initial": 0.0}
-    if name.startswith("noise."):
-        kind = "standard normal" if name in graph.normal_noise else "uniform in [0, 1)"
-        return {**entry, "distribution": kind}
-    return {**entry, "meaning": "true where an episode starts: the state is reset there"}
-
-
-def _output(graph: PolicyGraph, name: str) -> dict[str, Any]:
-    dtype, shape = graph.outputs[name]
-    entry: dict[str, Any] = {"name": name, "dtype": dtype.name, "shape": ["B", *shape]}
-    if name.startswith("state_out."):
-        return {**entry, "next": f"state.{name.removeprefix('state_out.')}"}
-    return {**entry, **_bounds(*graph.action_bounds[name])}
-
-
-def _bounds(low: NDArray[Any], high: NDArray[Any]) -> dict[str, Any]:
-    """Bounds as JSON has them: one number where all are the same, null for infinity."""
-
-    def plain(bound: NDArray[Any]) -> Any:
-        values = [float(x) if np.isfinite(x) else None for x in np.ravel(bound)]
-        return values[0] if len(set(values)) == 1 else values
-
-    return {"low": plain(low), "high": plain(high)}
+    return {
+        side: [
+            {"name": name, "dtype": dtype.name, "shape": ["B", *shape], **more(name)}
+            for name, (dtype, shape) in arrays.items()
+        ]
+        for side, arrays in (("inputs", graph.inputs), ("outputs", graph.outputs))
+    }
 
 
 # --- formats --------------------------------------------------------------------------------------
@@ -249,7 +232,7 @@ def _to_onnx(graph: PolicyGraph) -> _Built:
         values = session.run(None, {name: given[name] for name in graph.inputs})
         return dict(zip(graph.outputs, values, strict=True))
 
-    return _Built({"policy.onnx": data}, run, ("jax", "jax2onnx", "onnx", "onnxruntime"))
+    return {"policy.onnx": data}, run, ("jax", "jax2onnx", "onnx", "onnxruntime")
 
 
 def _to_stablehlo(graph: PolicyGraph) -> _Built:
@@ -268,7 +251,7 @@ def _to_stablehlo(graph: PolicyGraph) -> _Built:
         "policy.stablehlo": exported.mlir_module_serialized,
         "policy.jax": bytes(exported.serialize()),
     }
-    return _Built(files, run, ("jax", "jaxlib"))
+    return files, run, ("jax", "jaxlib")
 
 
 def _shapes(graph: PolicyGraph, rows: Any) -> list[Any]:

@@ -72,6 +72,28 @@ def fsync(path: Path) -> None:
 
 
 @contextmanager
+def folder_aside(folder: Path) -> Iterator[Path]:
+    """A new folder under a temporary name, which it loses when the block ends. Of several writers
+    the first wins, and nothing is left of a block that fails."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        yield aside
+        for each in (*aside.rglob("*"), aside):
+            fsync(each)
+        try:
+            aside.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+        fsync(folder.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
 def temporary_folder(prefix: str = "dreamfleet-") -> Iterator[Path]:
     """A temporary directory that is removed when the block ends, or when this process is killed."""
     with (

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,9 @@ from typing import Any
 import numpy as np
 
 from dreamfleet.checkpoint import Checkpoint, Which
-from dreamfleet.errors import (
-    ConfigError,
-    DreamfleetError,
-    MetricsError,
-    first_line,
-    import_extra,
-)
-from dreamfleet.files import atomic_write, temporary_folder
+from dreamfleet.config import RunConfig
+from dreamfleet.errors import ConfigError, DreamfleetError, MetricsError, first_line, import_extra
+from dreamfleet.files import atomic_write, folder_aside, temporary_folder
 from dreamfleet.metrics.evaluations import FILE_NAME
 from dreamfleet.metrics.outputs.jsonl import read_jsonl
 from dreamfleet.plotting import draw, read_panels
@@ -42,76 +37,61 @@ class HubError(DreamfleetError):
 
 
 def push(
-    path: Path,
+    logdir: Path,
     repository: str,
-    *,
-    which: Which = "latest",
+    /,
+    best: bool = False,
     video: Path | None = None,
     private: bool = False,
 ) -> str:
-    """Upload a run's policy with its card; returns where it is.
+    """Upload a trained policy to the Hugging Face Hub, with a model card.
+
+    What is uploaded: the checkpoint, the settings, scores and evaluations, a curve, and a video if
+    there is one. Log in with 'hf auth login' first.
 
     Args:
-        path: A run's directory, or one checkpoint.
-        repository: `user/name`, which is made if it does not exist.
-        which: The newest checkpoint, or the one with the best evaluation score.
-        video: Shown on the page; the run's newest MP4 if not given.
+        logdir: A run's directory, or one checkpoint.
+        repository: At the Hub, as user/name; it is made if it does not exist.
+        best: Take the checkpoint with the best evaluation score instead of the newest.
+        video: An MP4 to show; the run's newest one if not given.
         private: Make a repository that others do not see.
-
-    Raises:
-        ConfigError: There is no checkpoint or no such video, or no such name is possible.
-        MissingExtraError: The Hub's client is not installed.
-        HubError: The Hub refuses it.
     """
     if video is not None and not video.is_file():
         raise ConfigError(f"{video} does not exist: name an MP4 file, or leave --video out.")
     api = _client(repository).HfApi()
     with temporary_folder("dreamfleet-push-") as folder:
-        stage(path, repository, folder, which=which, video=video)
-        return str(
-            _asked(lambda: _upload(api, repository, folder, private), f"{repository} at the Hub")
-        )
+        _stage(logdir, repository, folder, "best" if best else "latest", video)
+        with _asking(repository):
+            address = api.create_repo(repository, private=private or None, exist_ok=True)
+            api.upload_folder(
+                repo_id=repository,
+                folder_path=str(folder),
+                commit_message="Upload with Dreamfleet",
+                delete_patterns=["ckpt/*"],  # of an older version
+            )
+    return str(address)
 
 
-def _upload(api: Any, repository: str, folder: Path, private: bool) -> Any:
-    address = api.create_repo(repository, private=private or None, exist_ok=True)
-    api.upload_folder(
-        repo_id=repository,
-        folder_path=str(folder),
-        commit_message="Upload with Dreamfleet",
-        delete_patterns=["ckpt/*"],  # of an older version
-    )
-    return address
+def pull(repository: str, /, out: Path | None = None) -> str:
+    """Download a trained policy from the Hugging Face Hub.
 
+    Only data is downloaded. 'dreamfleet eval' and Policy.load take the directory; they import code
+    outside of Dreamfleet only if you name or trust it.
 
-def pull(repository: str, out: Path) -> Path:
-    """Download a policy into a directory, which `Policy.load` and `dreamfleet eval` take.
-
-    Raises:
-        ConfigError: The directory exists, or what was downloaded holds no checkpoint.
-        CheckpointError: The checkpoint is damaged.
-        MissingExtraError: The Hub's client is not installed.
-        HubError: The Hub has no such repository, or cannot be reached.
+    Args:
+        repository: At the Hub, as user/name.
+        out: The directory to make; runs/name if not given.
     """
     client = _client(repository)
-    if out.exists():
-        raise ConfigError(f"{out} exists already: choose another --out.")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_name(f".{out.name}.pulling")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        _asked(
-            lambda: client.snapshot_download(
-                repository, local_dir=str(aside), allow_patterns=_DATA
-            ),
-            f"{repository} at the Hub",
-        )
+    made = out or Path("runs") / repository.partition("/")[2]
+    if made.exists():
+        raise ConfigError(f"{made} exists already: choose another --out.")
+    with folder_aside(made) as aside:
+        with _asking(repository):
+            client.snapshot_download(repository, local_dir=str(aside), allow_patterns=_DATA)
         find_checkpoint(aside)  # whose checksums are compared
         shutil.rmtree(aside / ".cache", ignore_errors=True)  # the client's own notes
-        aside.rename(out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return out
+    return f"The policy is in {made}: dreamfleet eval {made}"
 
 
 def _client(repository: str) -> Any:
@@ -120,33 +100,25 @@ def _client(repository: str) -> Any:
     return import_extra("huggingface_hub", "Uploads and downloads", "hub")
 
 
-def _asked(call: Callable[[], Any], what: str) -> Any:
+@contextmanager
+def _asking(repository: str) -> Iterator[None]:
     try:
-        return call()
+        yield
     except Exception as error:  # of the network, or of any package that takes part
         raise HubError(
-            f"{what} failed: {first_line(error)}. Check the name and the network, and log in with "
-            "'hf auth login'."
+            f"{repository} at the Hub failed: {first_line(error)}. Check the name and the network, "
+            "and log in with 'hf auth login'."
         ) from error
 
 
-def stage(
-    path: Path,
-    repository: str,
-    folder: Path,
-    *,
-    which: Which = "latest",
-    video: Path | None = None,
-) -> None:
+def _stage(path: Path, repository: str, folder: Path, which: Which, video: Path | None) -> None:
     """Write what is uploaded into an empty folder."""
     snapshot, run = find_checkpoint(path, which=which), run_of(path)
     blueprint = Blueprint.load(snapshot.parts[BLUEPRINT])
     # Where the run was kept says something about its owner, and nothing about the policy.
     config = replace(blueprint.config, logdir=Path(repository.partition("/")[2]))
-    parts = {
-        "agent": snapshot.parts["agent"],
-        BLUEPRINT: replace(blueprint, config=config).save(),
-    }
+    kept = replace(blueprint, config=config).save()
+    parts = {"agent": snapshot.parts["agent"], BLUEPRINT: kept}
     Checkpoint(folder / "ckpt" / "agent").save(parts, step=snapshot.step, score=snapshot.score)
     atomic_write(folder / "config.json", config.to_json())
     for name in ("scores.jsonl", FILE_NAME):
@@ -157,23 +129,21 @@ def stage(
     videos = sorted(run.rglob("*.mp4"), key=lambda each: each.stat().st_mtime)
     if chosen := video or (videos[-1] if videos else None):
         shutil.copyfile(chosen, folder / "replay.mp4")
-    (folder / "README.md").write_text(card(repository, blueprint, snapshot.step, folder))
+    (folder / "README.md").write_text(_card(repository, config, snapshot.step, folder))
 
 
-def card(repository: str, blueprint: Blueprint, step: int, folder: Path) -> str:
+def _card(repository: str, config: RunConfig, step: int, folder: Path) -> str:
     """The model card: metadata that the Hub reads, and how to use the policy."""
-    config = blueprint.config
+    name = repository.partition("/")[2]
     rows = list(read_jsonl(folder / FILE_NAME)) if (folder / FILE_NAME).is_file() else []
     scored = [row for row in rows if row.get("returns")]
+    tags = ["reinforcement-learning", "deep-reinforcement-learning", "world-model"]
+    tags += ["dreamerv3"] if config.agent == "dreamer" else []
     metadata: dict[str, Any] = {
         "library_name": "dreamfleet",
-        "tags": [
-            *("reinforcement-learning", "deep-reinforcement-learning", "world-model"),
-            *(["dreamerv3"] if config.agent == "dreamer" else []),
-            config.task.partition(":")[2] or config.task,
-        ],
+        "tags": [*tags, config.task.partition(":")[2] or config.task],
     }
-    result = ""
+    shown = f"{config.agent} after {step:,} steps of {config.task}"
     if scored:
         returns = np.asarray(scored[-1]["returns"], np.float64)
         result = f"{returns.mean():.2f} +/- {returns.std():.2f}"
@@ -183,22 +153,14 @@ def card(repository: str, blueprint: Blueprint, step: int, folder: Path) -> str:
             "dataset": {"name": config.task, "type": config.task},
             "metrics": [metric],
         }
-        metadata["model-index"] = [{"name": repository.partition("/")[2], "results": [entry]}]
-    shown = f"{config.agent} after {step:,} steps of {config.task}"
-    if result:
-        count, how = len(scored[-1]["returns"]), scored[-1].get("protocol", "")
-        shown += f": a mean return of {result} in {count} episodes ({how})"
-    pictures = ["![curve](curve.png)"] if (folder / "curve.png").is_file() else []
+        metadata["model-index"] = [{"name": name, "results": [entry]}]
+        how = scored[-1].get("protocol", "")
+        shown += f": a mean return of {result} in {len(returns)} episodes ({how})"
     # JSON is YAML, and has no word that means something else unquoted.
     head = "\n".join(f"{key}: {json.dumps(value)}" for key, value in metadata.items())
-    return "\n".join(
-        [
-            f"---\n{head}\n---\n\n# {repository}\n\n{shown}. Trained with Dreamfleet.\n",
-            *pictures,
-            "\n```sh",
-            "pip install 'dreamfleet[hub]'",
-            f"dreamfleet pull {repository}",
-            f"dreamfleet eval runs/{repository.partition('/')[2]}",
-            "```\n",
-        ]
+    picture = "![curve](curve.png)\n" if (folder / "curve.png").is_file() else ""
+    return (
+        f"---\n{head}\n---\n\n# {repository}\n\n{shown}. Trained with Dreamfleet.\n\n{picture}\n"
+        "```sh\npip install 'dreamfleet[hub]'\n"
+        f"dreamfleet pull {repository}\ndreamfleet eval runs/{name}\n```\n"
     )

@@ -25,14 +25,8 @@ class Source:
 
 
 def find_source(path: Path | str) -> Source:
-    """The replay of a run's directory, or one of its replay directories, or a dataset.
-
-    Args:
-        path: The directory, or `minari:ID`.
-
-    Raises:
-        ConfigError: There is none, or no checkpoint says what its steps mean.
-    """
+    """The replay of a run's directory, or one of its replay directories, or a dataset
+    (`minari:ID`)."""
     if is_dataset(path):
         converted, blueprint = dataset_source(path)
         return Source((converted,), blueprint)
@@ -60,11 +54,7 @@ def offline_logdir(source: str) -> Path:
 
 
 def check_sources(config: RunConfig) -> None:
-    """Refuse steps that do not fit to each other, or to those that will be collected.
-
-    Raises:
-        ConfigError: Another agent, or one of another size, has collected them.
-    """
+    """Refuse steps that do not fit to each other, or to those that will be collected."""
     shares = config.pretrain or config.offline_fraction
     # A run that is resumed has copied the steps, whose sources may be gone.
     if shares and not config.prefill and not (config.logdir / CONFIG_FILE).exists():
@@ -107,9 +97,6 @@ def copy_steps(replay: Replay, config: RunConfig, shard: int = 0) -> None:
 
     What another agent stored with its steps is left out, and what this agent stores with its steps
     is zero, as at the start of an episode.
-
-    Raises:
-        ConfigError: There is nothing to learn from, and nothing will come.
     """
     for path in (*config.offline, *config.prefill):
         source = find_source(path)

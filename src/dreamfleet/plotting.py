@@ -17,23 +17,21 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
+from rich.console import Group as Lines
+from rich.table import Table
 
-from dreamfleet.config import RunConfig, read_config
+from dreamfleet.config import CONFIG_FILE, RunConfig, read_config
 from dreamfleet.errors import ConfigError, MetricsError, import_extra
 from dreamfleet.files import atomic_write
 from dreamfleet.formatting import readable
 from dreamfleet.metrics.outputs.jsonl import read_jsonl
-from dreamfleet.statistics import (
-    Estimate,
-    aggregate,
-    mean_interval,
-    normalised,
-    probability_of_improvement,
-)
+from dreamfleet.statistics import aggregate as interquartile
+from dreamfleet.statistics import mean_interval, normalised, probability_of_improvement
 
 Floats = NDArray[np.float64]
 
@@ -78,30 +76,20 @@ def read_scores(logdir: Path, frames_per_step: int = 1) -> Scores:
 
     A run that was resumed from an older checkpoint may hold some steps twice; all of them happened.
     """
-    path = logdir / "scores.jsonl"
-    if not path.is_file():
-        raise MetricsError(f"{logdir} holds no scores: there is no {path}.")
-    rows = [
+    rows = _rows(logdir / "scores.jsonl", "episode")
+    found = [
         (row["step"], row["episode/score"])
-        for row in read_jsonl(path)
+        for row in rows
         if row.get("episode/score") is not None and "step" in row
     ]
-    if not rows:
-        raise MetricsError(f"{path} is empty: no episode has ended yet.")
-    table = np.array(rows, np.float64)
-    table = table[np.argsort(table[:, 0], kind="stable")]
-    return Scores(table[:, 0] * frames_per_step, table[:, 1])
+    return _scores(found, frames_per_step, logdir / "scores.jsonl", "episode")
 
 
 def read_evaluations(logdir: Path, frames_per_step: int = 1) -> Scores:
     """The means of a run's evaluations, in order: of rounds while it trained, and at its ends."""
     path = logdir / "evaluations.jsonl"
-    if not path.is_file():
-        raise MetricsError(f"{logdir} holds no evaluations: there is no {path}.")
-    table = evaluation_means(read_jsonl(path))
-    if not len(table):
-        raise MetricsError(f"{path} is empty: no evaluation has ended yet.")
-    return Scores(table[:, 0] * frames_per_step, table[:, 1])
+    means = [(step, mean) for step, mean in evaluation_means(_rows(path, "evaluation")).tolist()]
+    return _scores(means, frames_per_step, path, "evaluation")
 
 
 def evaluation_means(rows: Iterable[Mapping[str, Any]]) -> Floats:
@@ -115,6 +103,20 @@ def evaluation_means(rows: Iterable[Mapping[str, Any]]) -> Floats:
             found[step] = episodes, row["mean"]
     table = [(step, found[step][1]) for step in sorted(found)]
     return np.array(table, np.float64).reshape(-1, 2)
+
+
+def _rows(path: Path, what: str) -> Iterable[dict[str, Any]]:
+    if not path.is_file():
+        what = "scores" if what == "episode" else f"{what}s"
+        raise MetricsError(f"{path.parent} holds no {what}: there is no {path}.")
+    return read_jsonl(path)
+
+
+def _scores(rows: Sequence[tuple[float, float]], frames: int, path: Path, what: str) -> Scores:
+    if not rows:
+        raise MetricsError(f"{path} is empty: no {what} has ended yet.")
+    table = np.array(sorted(rows, key=lambda row: row[0]), np.float64)
+    return Scores(table[:, 0] * frames, table[:, 1])
 
 
 def bin_width(longest: float, most: int = 50) -> float:
@@ -263,26 +265,14 @@ class Panel:
 def read_panels(
     logdirs: Sequence[Path], bins: int = 50, *, evaluations: bool = False
 ) -> list[Panel]:
-    """A panel for each task of these runs, which may be under way.
-
-    Args:
-        logdirs: Directories of runs.
-        bins: Points of a curve at most; each is the mean of the episodes that ended there.
-        evaluations: Take the means of evaluations instead of training episodes.
-
-    Raises:
-        ConfigError: A directory holds no run.
-        MetricsError: A run has no scores.
-    """
+    """A panel for each task of these runs; see `plot`."""
     if not logdirs:
         raise ConfigError("Name at least one run's directory.")
-    return panels_of([_read(logdir, evaluations) for logdir in logdirs], bins)
-
-
-def _read(logdir: Path, evaluations: bool) -> PlottedRun:
-    config = read_config(logdir)
-    read = read_evaluations if evaluations else read_scores
-    return PlottedRun(config, read(logdir, action_repeat(config)))
+    read, runs = read_evaluations if evaluations else read_scores, []
+    for logdir in logdirs:
+        config = read_config(logdir)
+        runs.append(PlottedRun(config, read(logdir, action_repeat(config))))
+    return panels_of(runs, bins)
 
 
 def action_repeat(config: RunConfig) -> int:
@@ -327,23 +317,75 @@ def _label(run: PlottedRun, different: Sequence[str]) -> str:
     return ", ".join([run.config.agent, *shown])
 
 
-@dataclass(frozen=True)
-class Aggregate:
-    """One setting over all tasks that were run with it."""
-
-    label: str
-    tasks: int
-    runs: int
-    iqm: Estimate
-    """The interquartile mean of normalised final scores."""
-    improvement: Estimate | None
-    """The probability of a higher score than the first setting's; None for the first, and where
-    the two share no task."""
+SWEEP_FILE = "sweep.json"
+"""In the directory of a sweep: what it runs. In that of one of its runs: how that ended."""
 
 
-def aggregates(panels: Sequence[Panel]) -> list[Aggregate]:
-    """Every setting over its tasks. Scores are normalised by task: dm_control's by 1000, others by
-    the lowest and the highest point of all curves of the task."""
+def runs_of(folder: Path) -> list[Path]:
+    """The runs of a sweep that have scores; the folder itself if it is no sweep."""
+    if not (folder / SWEEP_FILE).is_file() or (folder / CONFIG_FILE).is_file():
+        return [folder]
+    return [each for each in sorted(folder.iterdir()) if (each / "scores.jsonl").is_file()]
+
+
+def plot(
+    logdirs: tuple[Path, ...],
+    /,
+    out: Path = Path("curves.png"),
+    bins: Annotated[int, Meta(ge=2)] = 50,
+    evaluations: bool = False,
+    aggregate: bool = False,
+) -> Lines:
+    """Draw learning curves, with published ones where the task has one.
+
+    Runs that differ in nothing but their seed are one curve: the mean of the seeds, and the range
+    from the lowest to the highest. Every task gets a panel. The x axis counts environment frames,
+    that is steps times the action repeat.
+
+    Args:
+        logdirs: Directories of runs or sweeps; they may be under way.
+        out: Where to put the picture; .png, .svg or .pdf.
+        bins: Points of a curve at most; each is the mean of the episodes that ended there.
+        evaluations: Draw the means of evaluations, while training and at the end, instead of
+            training episodes.
+        aggregate: Also print one line for each setting over all tasks: the interquartile mean of
+            normalised scores, and the probability of improvement over the first setting, with 95 %
+            intervals.
+    """
+    runs = [run for logdir in logdirs for run in runs_of(logdir)]
+    panels = read_panels(runs, bins, evaluations=evaluations)
+    draw(panels, out)
+    tables = [score_table(panels), *([aggregate_table(panels)] if aggregate else [])]
+    return Lines(*tables, f"picture        {out}")
+
+
+def score_table(panels: Sequence[Panel]) -> Table:
+    """The score over the last tenth of each run, and what is published for as many frames."""
+    columns = ("task", "setting", "seeds", "frames", "score", "95 %", "range", "published")
+    table = Table(*columns, box=None)
+    for panel in panels:
+        for group in panel.groups:
+            end = float(group.curve.at[-1])
+            scores = [final_score(run.scores) for run in group.runs]
+            mean, several = mean_interval(scores), len(scores) > 1
+            there = panel.published.at(end) if panel.published else None
+            table.add_row(
+                panel.task,
+                group.label,
+                f"{group.seeds}" + (f" ({len(scores)} runs)" if len(scores) > group.seeds else ""),
+                readable(end),
+                readable(mean.value),
+                f"{mean.low:.4g} to {mean.high:.4g}" if several else "",
+                f"{readable(min(scores))} to {readable(max(scores))}" if several else "",
+                f"{there[0]:.0f} ± {there[1]:.0f}" if there else "",
+            )
+    return table
+
+
+def aggregate_table(panels: Sequence[Panel]) -> Table:
+    """Every setting over its tasks, with the probability of a higher score than the first
+    setting's. Scores are normalised by task: dm_control's by 1000, others by the lowest and the
+    highest point of all curves of the task."""
     different = dict.fromkeys(
         key for panel in panels for key in differing([g.runs[0].setting for g in panel.groups])
     )
@@ -358,19 +400,14 @@ def aggregates(panels: Sequence[Panel]) -> list[Aggregate]:
                 normalised(final_score(r.scores), low, max(high, low + 1e-9)) for r in group.runs
             ]
             found.setdefault(_label(group.runs[0], list(different)), {})[panel.task] = scores
+    table = Table("setting", "tasks", "runs", "IQM [95 %]", "P(better than the first)", box=None)
     first = next(iter(found.values()))
-    return [
-        Aggregate(
-            label,
-            len(tasks),
-            sum(map(len, tasks.values())),
-            aggregate(tasks),
-            probability_of_improvement(tasks, first)
-            if tasks is not first and {*tasks} & {*first}
-            else None,
-        )
-        for label, tasks in found.items()
-    ]
+    for label, tasks in found.items():
+        shared = tasks is not first and {*tasks} & {*first}
+        better = str(probability_of_improvement(tasks, first)) if shared else ""
+        count = sum(map(len, tasks.values()))
+        table.add_row(label, str(len(tasks)), str(count), str(interquartile(tasks)), better)
+    return table
 
 
 def draw(panels: Sequence[Panel], out: Path) -> None:

@@ -44,6 +44,7 @@ _RAW = "or use policy.for_gym(env), which takes what a Gymnasium environment ret
 
 BLUEPRINT = "blueprint"
 """The part of a checkpoint that describes the agent."""
+_SPACES = ("obs_space", "act_space", "stored_space")
 _FUNCTION = "function"
 """Stands for the settings of an agent of which only the user's function is known."""
 
@@ -66,12 +67,8 @@ class Blueprint:
         return cls(described, agent.obs_space, agent.act_space, agent.stored_space)
 
     def save(self) -> dict[str, str]:
-        return {
-            "config": self.config.to_json(),
-            "obs_space": spaces_to_json(self.obs_space),
-            "act_space": spaces_to_json(self.act_space),
-            "stored_space": spaces_to_json(self.stored_space),
-        }
+        spaces = {name: spaces_to_json(getattr(self, name)) for name in _SPACES}
+        return {"config": self.config.to_json(), **spaces}
 
     @classmethod
     def load(cls, state: Mapping[str, str]) -> Blueprint:
@@ -82,8 +79,7 @@ class Blueprint:
         """
         try:
             config = RunConfig.from_json(state["config"])
-            names = ("obs_space", "act_space", "stored_space")
-            return cls(config, *(spaces_from_json(state[name]) for name in names))
+            return cls(config, *(spaces_from_json(state[name]) for name in _SPACES))
         except ConfigError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -228,8 +224,8 @@ class Policy:
             agent = blueprint.build(agent)
         made: Any = agent
         made.load(snapshot.parts["agent"])
-        about: dict[str, Any] = {"step": snapshot.step, "blueprint": blueprint, "greedy": greedy}
-        return cls(made, made.obs_space, made.act_space, **about)
+        spaces = made.obs_space, made.act_space
+        return cls(made, *spaces, step=snapshot.step, blueprint=blueprint, greedy=greedy)
 
     def reset(self, count: int = 1) -> PolicyState:
         """The state before the first observation of so many episodes."""
@@ -326,6 +322,7 @@ class Policy:
             MissingExtraError: The packages that write ONNX are not installed.
             ExportError: The graph cannot be written, or does not compute what the policy does.
         """
+        from dreamfleet.envs.registry import make_env
         from dreamfleet.export import export
 
         make_graph = getattr(self.agent, "policy_graph", None)
@@ -334,37 +331,25 @@ class Policy:
                 f"Only DreamerV3's policies can be exported, not those of "
                 f"{type(self.agent).__name__}: write your agent's own export."
             )
+        config = self.blueprint.config if self.blueprint else None
+        options = dict(config.env_options) if config else {}
+        repeat, bounds = options.get("repeat"), {}
         chosen = actions or ("mode" if self.greedy else "sample")
         about: dict[str, Any] = {"sampling": {"latent": latent, "actions": chosen}}
-        bounds: dict[str, Any] = {}
-        options: dict[str, Any] = {}
-        if self.blueprint is not None:
-            config = self.blueprint.config
-            options = dict(config.env_options)
+        if config:
             about |= {"task": config.task, "trained_steps": self.step}
         if env is not None or not all(space.discrete for space in self.act_space.values()):
-            found, bounds = self._units(env, options, trust=trust)
-            about |= found
-        about["action_repeat"] = options.get("repeat")
+            if config is None and env is None:
+                raise ConfigError("The policy does not say what it was trained on: pass env=...")
+            made: Any = make_env(maker_of_task(config or RunConfig(), env, trust=trust), **options)
+            try:
+                rate, bounds = _control_rate(made), made.native_bounds
+            finally:
+                made.close()
+            about["control_rate_hz"] = rate / (repeat or 1) if rate else None
+        about["action_repeat"] = repeat
         graph = make_graph(bounds, latent=latent, actions=chosen)
         return export(graph, self.obs_space, Path(out), format=format, about=about)
-
-    def _units(
-        self, env: Task | str | None, options: dict[str, Any], *, trust: bool
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What is known of the environment's time, and the bounds of its actions."""
-        from dreamfleet.envs.registry import make_env
-
-        if self.blueprint is None and env is None:
-            raise ConfigError("The policy does not say what it was trained on: pass env=...")
-        config = self.blueprint.config if self.blueprint else RunConfig()
-        made: Any = make_env(maker_of_task(config, env, trust=trust), **options)
-        try:
-            rate = _control_rate(made)
-            calls = rate / (options.get("repeat") or 1) if rate else None
-            return {"control_rate_hz": calls}, made.native_bounds
-        finally:
-            made.close()
 
     def _batch(self, obs: Mapping[str, Any]) -> tuple[Arrays, bool]:
         arrays: Arrays = {}
@@ -393,12 +378,10 @@ class Policy:
         return arrays, sizes == {None}
 
     def _bounded(self, key: str, value: NDArray[Any]) -> NDArray[Any]:
-        space = self.act_space[key]
-        array = np.asarray(value)
+        space, array = self.act_space[key], np.asarray(value)
         if space.discrete:
             return array
-        bounded: NDArray[Any] = np.clip(array, space.low, space.high).astype(space.dtype)
-        return bounded
+        return np.asarray(np.clip(array, space.low, space.high), space.dtype)
 
 
 def _control_rate(env: Any) -> float | None:

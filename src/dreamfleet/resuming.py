@@ -10,12 +10,11 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dreamfleet.agents.registry import AgentType, find_agent
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import CONFIG_FILE, RunConfig, read_config
 from dreamfleet.errors import ConfigError, MissingExtraError, did_you_mean, import_extra
@@ -23,6 +22,8 @@ from dreamfleet.offline import find_source, offline_logdir
 from dreamfleet.presets import preset as find_preset
 from dreamfleet.settings import Mark, convert, flattened, is_under
 from dreamfleet.trust import CodeRef, Trust, admit, code_in
+
+ReadRest = Callable[[str], Mapping[str, Any]]
 
 _MAX_SHOWN = 4
 
@@ -32,9 +33,17 @@ def holds_run(logdir: Path) -> bool:
     return os.path.exists(logdir / CONFIG_FILE)  # noqa: PTH110 - no error without permission
 
 
-@dataclass(frozen=True)
-class Start:
-    """What the settings of a run are changes of: those of a preset, or of the run itself.
+def resolve(
+    given: Mapping[str, Any],
+    preset: str | None = None,
+    *,
+    file: Mapping[str, Any] | None = None,
+    source: Path | None = None,
+    trust: Trust = False,
+    say: Callable[[str], None],
+    read_rest: ReadRest = lambda _: {},
+) -> RunConfig:
+    """The configuration of a run: its last settings, or those of a preset, with changes.
 
     Args:
         given: What the user has given, by path. `env_options` are added to those it starts from.
@@ -42,94 +51,54 @@ class Start:
         file: Settings of a file, which those that are given replace.
         source: That file.
         trust: What the user trusts of the code that files name.
+        say: Takes a sentence if the run has other settings than the preset.
+        read_rest: See `with_changes`.
+
+    Raises:
+        ConfigError: A setting does not fit, or a file names code that the user has not named.
     """
+    changes = {**(file or {}), **given}
+    if file and "env_options" in file:
+        theirs = convert("env_options", file["env_options"], dict[str, Any])
+        changes["env_options"] = {**theirs, **given.get("env_options", {})}
+    base = _new_run(preset, changes)
+    place: dict[str, Any] = {name: changes[name] for name in ("task", "logdir") if name in changes}
+    logdir = base.changed(place).logdir
+    is_new, stated = not holds_run(logdir), {*given}
+    if is_new and base.offline and not changes.get("eval_episodes"):
+        stated.add("task")  # no environment is made
+    config = with_changes(
+        base if is_new else _as_it_was(logdir),
+        changes,
+        source=source or Path(*(base.offline[:1] if is_new else ()) or [logdir]),
+        trust=trust,
+        stated=stated,
+        read_rest=read_rest,
+    )
+    if preset and not is_new and config.agent == base.agent:
+        options = {**base.env_options, **changes.get("env_options", {})}
+        wanted = base.changed({**changes, "env_options": options})
+        if kept := [line.split()[0] for line in differences(wanted, config)]:
+            say(f"The preset {preset} is for new runs: {logdir} keeps its own {shortened(kept)}.")
+    return config
 
-    given: Mapping[str, Any]
-    preset: str | None = None
-    file: Mapping[str, Any] | None = None
-    source: Path | None = None
-    trust: Trust = False
 
-    @cached_property
-    def changes(self) -> dict[str, Any]:
-        """What the user and the file change."""
-        found = {**(self.file or {}), **self.given}
-        if self.file and "env_options" in self.file:
-            theirs = convert("env_options", self.file["env_options"], dict[str, Any])
-            found["env_options"] = {**theirs, **self.given.get("env_options", {})}
-        return found
-
-    @cached_property
-    def base(self) -> RunConfig:
-        """The settings of a new run. An offline run takes its task from its first source."""
-        base = find_preset(self.preset or "default")
-        sources = convert("offline", self.changes.get("offline", ()), tuple[str, ...])
-        if not sources or self.changes.get("prefill"):
-            return base
-        theirs = find_source(sources[0]).blueprint.config
-        return base.changed(
-            {
-                "task": theirs.task,
-                "env_options": theirs.env_options,
-                "logdir": offline_logdir(sources[0]),
-                "eval_episodes": 0,
-                "offline": sources,
-            }
-        )
-
-    @cached_property
-    def logdir(self) -> Path:
-        """The run's directory."""
-        place: dict[str, Any] = {
-            name: self.changes[name] for name in ("task", "logdir") if name in self.changes
+def _new_run(preset: str | None, changes: Mapping[str, Any]) -> RunConfig:
+    """The settings of a new run. An offline run takes its task from its first source."""
+    base = find_preset(preset or "default")
+    sources = convert("offline", changes.get("offline", ()), tuple[str, ...])
+    if not sources or changes.get("prefill"):
+        return base
+    theirs = find_source(sources[0]).blueprint.config
+    return base.changed(
+        {
+            "task": theirs.task,
+            "env_options": theirs.env_options,
+            "logdir": offline_logdir(sources[0]),
+            "eval_episodes": 0,
+            "offline": sources,
         }
-        return self.base.changed(place).logdir
-
-    @cached_property
-    def before(self) -> RunConfig:
-        """What is changed: the settings of the run, or of a new one."""
-        return _as_it_was(self.logdir) if holds_run(self.logdir) else self.base
-
-    @property
-    def file_named(self) -> Path:
-        """The file that names what the user does not."""
-        sources = self.before.offline if self.before is self.base else ()
-        return self.source or Path(*sources[:1] or [self.logdir])
-
-    def agent(self) -> AgentType[Any]:
-        """The type of the run's agent.
-
-        Raises:
-            ConfigError: Only a file names it.
-        """
-        name = str(self.changes.get("agent", self.before.agent))
-        code = code_in([("agent", name)])
-        admit(self.file_named, code, trust=self.trust, stated=self.given)
-        return find_agent(name)
-
-    def configure(self, more: Mapping[str, Any], say: Callable[[str], None]) -> RunConfig:
-        """The configuration.
-
-        Args:
-            more: Further settings that the user has given, those of the agent.
-            say: Takes a sentence if the run has other settings than the preset.
-        """
-        changes, stated = {**self.changes, **more}, {*self.given, *more}
-        is_new = self.before is self.base
-        if is_new and self.base.offline and not changes.get("eval_episodes"):
-            stated.add("task")  # no environment is made
-        config = with_changes(
-            self.before, changes, source=self.file_named, trust=self.trust, stated=stated
-        )
-        if self.preset and not is_new and config.agent == self.base.agent:
-            options = {**self.base.env_options, **changes.get("env_options", {})}
-            wanted = self.base.changed({**changes, "env_options": options})
-            if kept := [line.split()[0] for line in differences(wanted, config)]:
-                say(
-                    f"The preset {self.preset} is for new runs: {config.logdir} keeps its own "
-                    f"{shortened(kept)}."
-                )
-        return config
+    )
 
 
 def _as_it_was(logdir: Path) -> RunConfig:
@@ -151,6 +120,7 @@ def with_changes(
     trust: Trust = False,
     stated: Collection[str] | None = None,
     may_state: Collection[str] | None = None,
+    read_rest: ReadRest = lambda _: {},
 ) -> RunConfig:
     """Settings that were read from a file, some of them changed.
 
@@ -161,21 +131,22 @@ def with_changes(
         trust: What the user trusts of the code that files name.
         stated: Paths of the changes that the user has given; None for all of them.
         may_state: See `dreamfleet.trust.admit`.
+        read_rest: Takes the name of the agent, whose code may be imported, and returns further
+            settings that the user has given.
 
     Raises:
         ConfigError: A change does not fit, or a file names code that the user has not named.
     """
-    given = dict(changes)
-    if "env_options" in given:
-        given["env_options"] = {**before.env_options, **given["env_options"]}
-    mine = set(changes if stated is None else stated)
-    # What names the task, the agent and outputs, before the agent is imported.
-    named = [(each.path, each.value) for each in before.settings(mark=Mark.CODE)]
-    code = code_in((path, given.get(path, value)) for path, value in named if "." not in path)
-    admit(source, code, trust=trust, stated=mine, may_state=may_state)
-    config = before.changed(given)
+    given, mine = dict(changes), set(changes if stated is None else stated)
+    gate = partial(admit, source, trust=trust, may_state=may_state)
+    agent = str(given.get("agent", before.agent))
+    gate(code_in([("agent", agent)]), stated=mine)
+    given |= (rest := read_rest(agent))
+    mine |= {*rest}
+    options = given.get("env_options", {})
+    config = before.changed({**given, "env_options": {**before.env_options, **options}})
     mine = {config.agent_type.name if path == "agent_config" else path for path in mine}
-    of_file = flattened({path: value for path, value in changes.items() if path not in mine})
+    of_file = flattened({path: value for path, value in given.items() if path not in mine})
     code, own = config.code_refs, {}
     plain = RunConfig(agent=config.agent)
     defaults = {each.path: each.value for each in plain.settings(mark=Mark.LOCAL)}
@@ -186,7 +157,7 @@ def with_changes(
             code.append(CodeRef(path, str(value)))
         else:
             own[path] = defaults[path]  # the run may have been made on another machine
-    admit(source, code, trust=trust, stated=mine, may_state=may_state)
+    gate(code, stated=mine)
     return config.changed(own) if own else config
 
 

@@ -13,7 +13,8 @@ and the text under it is its help. Checks, flags, files and the reference page a
             validate(self)
 
 Classes may hold each other. A setting has a path then, such as `loss.horizon`. A class that offers
-whole instances by name (sizes of a model) has a static method `named` that returns them.
+whole instances by name (sizes of a model) has a static method `named` that returns them. Fields
+with another name in paths are in its property `labels`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 from operator import attrgetter
 from pathlib import Path, PurePath
@@ -49,29 +50,22 @@ _cached = typing.cast(Callable[[Function], Function], cache)  # mypy takes types
 class Mark(enum.Enum):
     """What else is true of a setting, or of a whole class of settings."""
 
-    INCIDENTAL = enum.auto()
-    FIXED = enum.auto()
-    PER_HOST = enum.auto()
-    PER_ROLE = enum.auto()
-    JOINED = enum.auto()
-    CODE = enum.auto()
-    LOCAL = enum.auto()
+    INCIDENTAL = "it does not make a run another experiment"
+    FIXED = "it cannot be changed when a run is resumed"
+    PER_HOST = "the hosts of a run may differ in it"
+    PER_ROLE = "a role that is started by hand may have another value than the run"
+    JOINED = "machines that join the run are told it"
+    CODE = "it may name code (`package.module:name`), see `dreamfleet.trust`"
+    LOCAL = "each machine chooses it, and never a file, because it decides which code runs there"
 
 
 Incidental = Annotated[Type, Mark.INCIDENTAL]
-"""It does not make a run another experiment."""
 Fixed = Annotated[Type, Mark.FIXED]
-"""It cannot be changed when a run is resumed."""
 PerHost = Annotated[Type, Mark.PER_HOST]
-"""The hosts of a run may differ in it."""
 PerRole = Annotated[Type, Mark.PER_ROLE, Mark.PER_HOST]
-"""A role that is started by hand may have another value than the run."""
 Joined = Annotated[Type, Mark.JOINED]
-"""Machines that join the run are told it."""
 Code = Annotated[Type, Mark.CODE]
-"""It may name code (`package.module:name`), see `dreamfleet.trust`."""
 Local = Annotated[Type, Mark.LOCAL]
-"""It is chosen on each machine and never by a file, because it decides which code runs there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,32 +99,53 @@ def require(condition: bool, message: str) -> None:
 class SettingError(ConfigError):
     """A value that a setting cannot have."""
 
-    def __init__(self, path: str, value: Any, range: str) -> None:  # noqa: A002 - the word for it
-        super().__init__(f"{path}={value} is not valid: use {range}.")
-        self.path, self.value, self.range = path, value, range
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.path, self.value, self.range)
-
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One setting of a configuration."""
+    """One setting of a configuration, or one parameter of a command."""
 
     path: str
     type: Any
     """With its range."""
     value: Any
+    """Of a command its default."""
     help: str
     marks: frozenset[object] = frozenset()
     """Its own, and those of the classes that it stands in."""
+    positional: bool = False
+
+    @property
+    def flag(self) -> str:
+        """What is typed: --train-ratio, or LOGDIR."""
+        label = self.path.replace("_", "-")
+        return label.upper() if self.positional else f"--{label}"
+
+    @property
+    def negation(self) -> str:
+        """What switches it off: --replay.no-online."""
+        group, dot, label = self.flag.removeprefix("--").rpartition(".")
+        return f"--{group}{dot}no-{label}"
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it takes no value: --greedy, and --no-greedy."""
+        return type_info(self.type).base is bool
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether it takes several words."""
+        return type_info(self.type).base in (tuple, dict)
+
+    @property
+    def section(self) -> str:
+        """The title of the short help that shows it; empty for none."""
+        return next((mark.title for mark in self.marks if isinstance(mark, Section)), "")
 
 
 class TypeInfo(NamedTuple):
-    """A type without its marks, and what they and `| None` add to it."""
+    """A type without its marks: `tuple` of `tuple[int, ...]`, or `Union` of several types."""
 
     base: Any
-    """The type, or its origin: `tuple` of `tuple[int, ...]`, `Union` of several types."""
     inner: tuple[Any, ...]
     """What stands in its brackets."""
     optional: bool
@@ -139,19 +154,16 @@ class TypeInfo(NamedTuple):
 
 def type_info(kind: Any) -> TypeInfo:
     """What a type of a setting consists of."""
-    optional, ranges = False, []
-    while True:
-        origin, inner = typing.get_origin(kind), typing.get_args(kind)
-        if origin is Annotated:
-            kind, *extras = inner
-            ranges += [each for each in extras if isinstance(each, msgspec.Meta)]
-        elif origin in (typing.Union, types.UnionType):
-            optional = type(None) in inner
-            kind, *others = (each for each in inner if each is not type(None))
-            if others:
-                return TypeInfo(typing.Union, (kind, *others), optional, tuple(ranges))
-        else:
-            return TypeInfo(origin or kind, inner, optional, tuple(ranges))
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        found = type_info(inner[0])
+        ranges = tuple(each for each in inner[1:] if isinstance(each, msgspec.Meta))
+        return found._replace(ranges=ranges + found.ranges)
+    if origin not in (typing.Union, types.UnionType):
+        return TypeInfo(origin or kind, inner, False, ())
+    some = tuple(each for each in inner if each is not type(None))
+    found = type_info(some[0]) if len(some) == 1 else TypeInfo(typing.Union, some, False, ())
+    return found._replace(optional=len(some) < len(inner))
 
 
 def validate(config: Any) -> None:
@@ -173,26 +185,26 @@ def convert(path: str, value: Any, kind: Any) -> Any:
     Raises:
         SettingError: It does not fit.
     """
-    base = type_info(kind).base
-    if dataclasses.is_dataclass(base):
-        found = _instances(base).get(value, value) if isinstance(value, str) else value
-        if isinstance(found, typing.cast(type, base)):
-            return found
-        raise SettingError(path, value, describe(kind))
-    value = _plain_value(value)
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise SettingError(path, value, describe(kind))
-        if base is int and value.is_integer() and abs(value) < _EXACT:
-            value = int(value)  # 1e6 stands for a million
-    elif isinstance(value, PurePath):
+    base, given = type_info(kind).base, value
+    value = _plain(value)
+    if isinstance(value, PurePath):
         value = str(value)
     elif isinstance(value, (tuple, list)):
         value = [str(each) if isinstance(each, PurePath) else each for each in value]
+    if base is int and isinstance(value, float) and abs(value) < _EXACT and value.is_integer():
+        value = int(value)  # 1e6 stands for a million
     try:
+        if dataclasses.is_dataclass(base):
+            value = _instances(base).get(value, value) if isinstance(value, str) else value
+            if not isinstance(value, typing.cast(type, base)):
+                raise ValueError
+            return value
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError
         return msgspec.convert(value, kind, dec_hook=_decode)
-    except msgspec.ValidationError:
-        raise SettingError(path, value, describe(kind)) from None
+    except (ValueError, msgspec.ValidationError):
+        sentence = f"{path}={given} is not valid: use {describe(kind)}."
+        raise SettingError(sentence) from None
 
 
 def settings(config: Any, prefix: str = "") -> Iterator[Setting]:
@@ -204,8 +216,8 @@ def switchable_groups(config: Any, prefix: str = "") -> Iterator[Setting]:
     """The classes inside a configuration that can be replaced by an instance with a name."""
     for each in _walk(config, prefix):
         if dataclasses.is_dataclass(each.value) and (names := _instances(type(each.value))):
-            text = f"{each.help} One of {', '.join(names)}."
-            yield dataclasses.replace(each, help=text.strip())
+            text = f"{each.help} One of {', '.join(names)}.".strip()
+            yield Setting(each.path, str, None, text)
 
 
 Own = ParamSpec("Own")
@@ -229,17 +241,15 @@ def takes_settings(
     editors, notebooks and `help`, without a second list of them."""
 
     def decorate(function: Callable[Own, Result]) -> TakesSettings[Own, Fields, Result]:
-        signature = inspect.signature(function)
+        signature, hints = inspect.signature(function), typing.get_type_hints(kind)
         *own, rest = signature.parameters.values()
-        types_of = typing.get_type_hints(kind)
         own += [
-            each.replace(kind=each.KEYWORD_ONLY, annotation=types_of[name])
+            each.replace(kind=each.KEYWORD_ONLY, annotation=hints[name])
             for name, each in inspect.signature(kind).parameters.items()
             if name not in signature.parameters
         ]
         vars(function)["__signature__"] = signature.replace(parameters=[*own, rest])
-        result: TakesSettings[Own, Fields, Result] = typing.cast(Any, function)
-        return result
+        return typing.cast(TakesSettings[Own, Fields, Result], function)
 
     return decorate
 
@@ -262,14 +272,13 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _walk(config: Any, prefix: str, outer: frozenset[object] = frozenset()) -> Iterator[Setting]:
     """Every field, and behind a class its own."""
-    helps = field_helps(type(config))
+    helps, labels = field_helps(type(config)), getattr(config, "labels", {})
     for name, kind in _fields(type(config)).items():
-        value = getattr(config, name)
+        value, path = getattr(config, name), f"{prefix}{labels.get(name, name)}"
         marks = outer | {*getattr(kind, "__metadata__", ())}
-        setting = Setting(f"{prefix}{name}", kind, value, helps.get(name, ""), marks)
-        yield setting
+        yield Setting(path, kind, value, helps.get(name, ""), marks)
         if dataclasses.is_dataclass(value):
-            yield from _walk(value, f"{prefix}{name}.", setting.marks)
+            yield from _walk(value, f"{path}.", marks)
 
 
 @_cached
@@ -297,38 +306,38 @@ def changed(
     Args:
         config: An instance of a configuration class.
         changes: Values by path: `{"loss.horizon": 100}`. A class inside takes its settings as a
-            mapping (`{"loss": {"horizon": 100}}`), an instance, or the name of one
-            (`{"model": "1m"}`).
+            mapping, an instance, or the name of one (`{"model": "1m"}`).
         prefix: Where the configuration itself stands, for messages.
-        strict: Whether a setting that does not exist is an error; else it is ignored, so that a
-            run directory of another version can be read.
+        strict: Whether a setting that does not exist is an error, or ignored.
 
     Raises:
         ConfigError: There is no such setting, or its value does not fit.
     """
     inside: dict[str, dict[str, Any]] = {}
     values: dict[str, Any] = {}
-    fields = _fields(type(config))
+    fields, labels = _fields(type(config)), getattr(config, "labels", {})
+    names = {label: name for name, label in labels.items()}
     for path, value in changes.items():
-        name, _, rest = str(path).partition(".")
+        label, _, rest = str(path).partition(".")
+        name = names.get(label, label)
         is_group = name in fields and dataclasses.is_dataclass(getattr(config, name))
         if not strict and name not in fields:
             continue
         if name not in fields or (rest and not is_group):
-            known = [setting.path for setting in settings(config, prefix)]
-            raise unknown_setting(f"{prefix}{path}", known)
+            known = [*settings(config, prefix), *switchable_groups(config, prefix)]
+            raise unknown_setting(f"{prefix}{path}", [each.path for each in known])
         if rest:
             inside.setdefault(name, {})[rest] = value
         elif is_group and isinstance(value, Mapping):
             inside[name] = {**value, **inside.get(name, {})}
         else:
-            values[name] = convert(f"{prefix}{name}", value, fields[name])
+            values[name] = convert(f"{prefix}{label}", value, fields[name])
     for name, inner in inside.items():
         start = values.get(name, getattr(config, name))
-        values[name] = changed(start, inner, f"{prefix}{name}.", strict=strict)
-    with _errors_under(prefix):
-        result: Config = dataclasses.replace(typing.cast(Any, config), **values)
-        return result
+        group = f"{prefix}{labels.get(name, name)}."
+        values[name] = changed(start, inner, group, strict=strict)
+    result: Config = dataclasses.replace(typing.cast(Any, config), **values)
+    return result
 
 
 def unknown_setting(path: str, known: Iterable[str]) -> ConfigError:
@@ -375,24 +384,26 @@ def closest_setting(name: str, known: Iterable[str]) -> str | None:
     """The path that was probably meant: by the word of another library, by the last part of a path,
     or despite a typing error; None if none is close."""
     paths = list(known)
-    name = name.lstrip("-").replace("-", "_")
-    last = name.rpartition(".")[2]
+    names = {path.rpartition(".")[2]: path for path in reversed(paths)}
     for path, words in WORDS_ELSEWHERE.items():
-        if path in paths and {name, last} & set(words.split()):
-            return path
-
-    def similarity(path: str) -> float:
-        pairs = (name, path), (last, path.rpartition(".")[2])
-        return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
-
-    best = max(paths, key=similarity, default=None)
-    return best if best is not None and similarity(best) >= _MIN_SIMILARITY else None
+        names |= dict.fromkeys(words.split(), path) if path in paths else {}
+    names |= {path: path for path in paths}
+    name = name.lstrip("-").replace("-", "_")
+    for word in (name, name.rpartition(".")[2]):
+        for close in difflib.get_close_matches(word, names, 1, _MIN_SIMILARITY):
+            return names[close]
+    return None
 
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A configuration as what JSON can hold."""
-    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    return values
+    labels = getattr(config, "labels", {})
+    return {
+        labels.get(each.name, each.name): to_dict(value)
+        if dataclasses.is_dataclass(value := getattr(config, each.name))
+        else json.loads(json.dumps(value, default=str))
+        for each in dataclasses.fields(config)
+    }
 
 
 def read(words: Sequence[str], kind: Any) -> Any:
@@ -403,19 +414,19 @@ def read(words: Sequence[str], kind: Any) -> Any:
         kind: The type.
     """
     base, inner, optional, _ = type_info(kind)
-    if optional and list(words) in (["None"], ["none"]):
-        return None
-    if base is tuple and not (len(words) == 1 and words[0].startswith("[")):
-        return tuple(read([word], inner[0]) for word in words)
-    if base is dict:
-        return pairs(words)
     word = " ".join(words)
+    if optional and word in ("None", "none", "null"):
+        return None
+    if base is dict and not word.startswith("{"):
+        return pairs(words)
+    if base is tuple and not word.startswith("["):
+        return tuple(read([each], inner[0]) for each in words)
     if base is bool:
         return {"true": True, "false": False}.get(word.lower(), word)
     for number in (int, float) if base in (int, float) else ():
         with suppress(ValueError):
             return number(word)
-    return _json(word) if base in (Any, tuple) else word
+    return _json(word) if base in (Any, tuple, dict) else word
 
 
 def pairs(texts: Sequence[str]) -> dict[str, Any]:
@@ -476,10 +487,10 @@ def _instances(kind: Any) -> Mapping[str, Any]:
     return found
 
 
-def _plain_value(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """Numbers and arrays of numpy as Python's own, also inside of a mapping; paths stay paths."""
     if isinstance(value, Mapping):
-        return {key: _plain_value(each) for key, each in value.items()}
+        return {key: _plain(each) for key, each in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -500,15 +511,6 @@ def _decode(kind: type, value: Any) -> Any:
     raise TypeError
 
 
-@contextmanager
-def _errors_under(prefix: str) -> Iterator[None]:
-    """Give errors of a class inside the path at which it stands."""
-    try:
-        yield
-    except SettingError as error:
-        raise SettingError(f"{prefix}{error.path}", error.value, error.range) from None
-
-
 # --- objects that a setting names as package.module:name -----------------------------------------
 
 
@@ -518,8 +520,8 @@ def load_object(path: str) -> object:
     Raises:
         ConfigError: There is no such module or no such name in it, or it cannot be imported.
     """
-    module, colon, name = path.partition(":")
-    if not (module and colon and name):
+    module, _, name = path.partition(":")
+    if not (module and name):
         raise ConfigError(f"{path!r} names no object: write package.module:name.")
     loaded = load_module(module, path)
     try:
@@ -531,11 +533,7 @@ def load_object(path: str) -> object:
 
 
 def load_module(module: str, path: str) -> types.ModuleType:
-    """The module that is part of `path`, also from the current directory.
-
-    Raises:
-        ConfigError: There is no such module, or it cannot be imported.
-    """
+    """The module that is part of `path`; see `load_object`."""
     if module.endswith(".py") or "/" in module:
         file, name = PurePath(module.removesuffix(".py")), path.rpartition(":")[2]
         dotted = file.name if file.is_absolute() else ".".join(file.parts)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import socket
@@ -20,18 +21,21 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import psutil
+from rich.table import Table
 
 from dreamfleet.config import read_config
 from dreamfleet.errors import ConfigError, DreamfleetError, MetricsError, import_extra
 from dreamfleet.files import atomic_write
 from dreamfleet.fleet.tied import tied
-from dreamfleet.plotting import final_score, read_evaluations, read_scores
+from dreamfleet.plotting import SWEEP_FILE, final_score, read_evaluations, read_scores
+from dreamfleet.statistics import mean_interval
 
-PLAN = "sweep.json"
+PLAN = SWEEP_FILE
 _RANGE = re.compile(r"(log|uniform|int)\(([^,()]+),([^,()]+)\)")
 _POLL_SECONDS = 2.0
 _PARTS = 20
@@ -44,11 +48,10 @@ class SweepError(DreamfleetError):
     """Some runs of a sweep have failed."""
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """Values between two bounds, for a search."""
 
-    how: Literal["log", "uniform", "int"]
+    how: str
     low: float
     high: float
 
@@ -73,10 +76,10 @@ def read_values(path: str, value: Any) -> Values:
         return (json.dumps(value),)
     if found := _RANGE.fullmatch(value.replace(" ", "")):
         with suppress(ValueError):
-            low, high = float(found[2]), float(found[3])
-            whole = found[1] != "int" or (low.is_integer() and high.is_integer())
-            if low < high and whole and (found[1] != "log" or low > 0):
-                return Range(found[1], low, high)  # type: ignore[arg-type]
+            how, low, high = found[1], float(found[2]), float(found[3])
+            whole = how != "int" or (low.is_integer() and high.is_integer())
+            if low < high and whole and (how != "log" or low > 0):
+                return Range(how, low, high)
         raise ConfigError(
             f"{path}={value} is no range: write log(LOW,HIGH) with numbers above 0, "
             "uniform(LOW,HIGH), or int(LOW,HIGH) with whole numbers."
@@ -84,12 +87,10 @@ def read_values(path: str, value: Any) -> Values:
     return tuple(value.split(",")) if "(" not in value and "[" not in value else (value,)
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run of a sweep."""
+class Run(NamedTuple):
+    """One run of a sweep: the name of its directory, and what is its own."""
 
     name: str
-    """Of its directory."""
     setting: Mapping[str, str]
     seed: int
 
@@ -114,20 +115,6 @@ class Sweep:
     _without_score: int = 0
     """Trials of this session; a search whose trials all fail has to end."""
 
-    @property
-    def searches(self) -> bool:
-        """Whether there is a range."""
-        return any(isinstance(each, Range) for each in self.values.values())
-
-    def planned(self) -> list[Run]:
-        """The runs of a grid."""
-        grid = [[(path, value) for value in each] for path, each in self.values.items()]  # type: ignore[union-attr]
-        return [
-            Run(_name(setting, seed), dict(setting), seed)
-            for setting in itertools.product(*grid)
-            for seed in self.seeds
-        ]
-
     def command(self, run: Run) -> list[str]:
         """The words after `dreamfleet`."""
         changes = [f"{path}={value}" for path, value in run.setting.items()]
@@ -143,19 +130,32 @@ class Sweep:
         return Run("example", first, self.seeds[0])
 
     def start(self) -> None:
-        """Run what is missing.
+        """Run what is missing: every combination of values, or, if there is a range, a search.
 
         Raises:
             ConfigError: The directory holds another sweep.
             MissingExtraError: A search needs Optuna.
             SweepError: Runs have failed; all others are complete.
         """
-        study = self._study() if self.searches else None
-        self._claim()
-        if study:
-            work = [lambda: self._search(study)] * self.parallel
+        if any(isinstance(each, Range) for each in self.values.values()):
+            study = self._study()
+            work: list[Callable[[], object]] = [partial(self._search, study)] * self.parallel
         else:
-            work = [lambda run=run: self._one(run) for run in self.planned()]  # type: ignore[misc]
+            grid = [[(path, str(value)) for value in each] for path, each in self.values.items()]
+            work = [
+                partial(self._one, Run(_name(setting, seed), dict(setting), seed))
+                for setting in itertools.product(*grid)
+                for seed in self.seeds
+            ]
+        plan = {"train": list(self.words), "values": {k: str(v) for k, v in self.values.items()}}
+        path = self.folder / PLAN
+        if not path.exists():
+            atomic_write(path, json.dumps(plan, indent=2) + "\n")
+        elif json.loads(path.read_text()) != plan:
+            raise ConfigError(
+                f"{self.folder} holds a sweep with other settings: choose another --logdir. Only "
+                "seeds, trials and parallel may change."
+            )
         with ThreadPoolExecutor(self.parallel) as pool:
             futures = [pool.submit(each) for each in work]
             try:
@@ -171,18 +171,6 @@ class Sweep:
                 "correct it, and start the same sweep again."
             )
 
-    def _claim(self) -> None:
-        """Write down what this sweep is, or compare it with what it was."""
-        plan = {"train": list(self.words), "values": {k: str(v) for k, v in self.values.items()}}
-        path = self.folder / PLAN
-        if not path.exists():
-            atomic_write(path, json.dumps(plan, indent=2) + "\n")
-        elif json.loads(path.read_text()) != plan:
-            raise ConfigError(
-                f"{self.folder} holds a sweep with other settings: choose another --logdir. Only "
-                "seeds, trials and parallel may change."
-            )
-
     def _one(self, run: Run, watch: Callable[[float, float], bool] | None = None) -> float | None:
         """Train, unless that is done; returns the score, or None if the run failed or was pruned.
 
@@ -190,17 +178,16 @@ class Sweep:
             run: The run.
             watch: Called with the share of its steps and the newest score; true to prune it.
         """
-        done = result_of(self.folder / run.name)
-        if done and done["state"] in ("complete", "pruned"):
+        logdir = self.folder / run.name
+        done = result_of(logdir) or {"state": ""}
+        if done["state"] in ("complete", "pruned"):
             return done["score"] if done["state"] == "complete" else None
-        if self._stop.is_set():
-            return None
-        state = self._train(run, watch)
+        state = "" if self._stop.is_set() else self._train(run, watch)
         if self._stop.is_set() and state != "complete":
             return None
-        score = score_of(self.folder / run.name)
+        score = _score_of(logdir)
         result = {"state": state, "score": score, "seed": run.seed, "setting": dict(run.setting)}
-        atomic_write(self.folder / run.name / PLAN, json.dumps(result) + "\n")
+        atomic_write(logdir / PLAN, json.dumps(result) + "\n")
         self.say(f"{run.name}: {state}" + ("" if score is None else f", score {score:.4g}"))
         if state == "failed":
             with self._lock:
@@ -209,40 +196,37 @@ class Sweep:
 
     def _train(self, run: Run, watch: Callable[[float, float], bool] | None) -> str:
         """Complete, pruned or failed."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        command = tied(["dreamfleet.cli", *self.command(run)])
-        pruned = False
+        logdir, pruned = self.folder / run.name, False
         with (self.folder / f"{run.name}.log").open("ab") as log:
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+                tied(["dreamfleet.cli", *self.command(run)]),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
-            while True:
-                with suppress(subprocess.TimeoutExpired):
-                    code = process.wait(_POLL_SECONDS)
-                    break
-                if watch and not pruned:
-                    pruned = self._is_hopeless(run, watch)
-                if pruned or self._stop.is_set():
-                    process.terminate()  # it saves
-                    code = process.wait()
-                    break
         assert process.stdin is not None
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(_POLL_SECONDS)
+                break
+            with suppress(DreamfleetError, OSError):  # there is nothing to judge yet
+                if watch and (steps := read_config(logdir).steps):
+                    scores = read_scores(logdir)
+                    share = float(scores.at[-1]) / steps
+                    pruned = watch(share, float(scores.score[-10:].mean()))
+            if pruned or self._stop.is_set():
+                process.terminate()  # it saves
+                code = process.wait()
+                break
         process.stdin.close()
         return "complete" if code == 0 else "pruned" if pruned else "failed"
-
-    def _is_hopeless(self, run: Run, watch: Callable[[float, float], bool]) -> bool:
-        logdir = self.folder / run.name
-        try:
-            scores, steps = read_scores(logdir), read_config(logdir).steps
-        except (DreamfleetError, OSError):
-            return False  # nothing to judge yet
-        return steps > 0 and watch(float(scores.at[-1]) / steps, float(scores.score[-10:].mean()))
 
     # --- searches --------------------------------------------------------------------------------
 
     def _study(self) -> Any:
-        optuna: Any = import_extra("optuna", "Ranges of a sweep", "sweep")
         storages: Any = import_extra("optuna.storages.journal", "Ranges of a sweep", "sweep")
+        optuna = _optuna()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.folder.mkdir(parents=True, exist_ok=True)
         backend = storages.JournalFileBackend(str(self.folder / "optuna.journal"))
@@ -262,45 +246,44 @@ class Sweep:
 
     def _next(self, study: Any) -> Any:
         """A trial that a session of this machine has left behind, or a new one."""
-        optuna: Any = import_extra("optuna", "Ranges of a sweep", "sweep")
+        optuna, host = _optuna(), socket.gethostname()
         states = optuna.trial.TrialState
-        me = {"host": socket.gethostname(), "pid": os.getpid()}
         with self._lock:
             known = study.get_trials(deepcopy=False)
-            for each in known:
-                mine = each.user_attrs.get("host") == me["host"]
-                left = mine and not psutil.pid_exists(each.user_attrs["pid"])
-                if each.state == states.RUNNING and left:
-                    trial = optuna.trial.Trial(study, each._trial_id)
-                    break
+            left = [
+                each
+                for each in known
+                if each.state == states.RUNNING
+                and each.user_attrs.get("host") == host
+                and not psutil.pid_exists(each.user_attrs["pid"])
+            ]
+            if left:
+                trial = optuna.trial.Trial(study, left[0]._trial_id)
+            elif sum(e.state != states.FAIL for e in known) + self._without_score >= self.trials:
+                return None
             else:
-                tried = sum(each.state != states.FAIL for each in known) + self._without_score
-                if tried >= self.trials:
-                    return None
-                distributions = {
-                    path: each.distribution(optuna)
-                    if isinstance(each, Range)
-                    else optuna.distributions.CategoricalDistribution(each)
-                    for path, each in self.values.items()
-                }
-                trial = study.ask(fixed_distributions=distributions)
-            for name, value in me.items():
-                trial.set_user_attr(name, value)
+                choice = optuna.distributions.CategoricalDistribution
+                trial = study.ask(
+                    {
+                        path: v.distribution(optuna) if isinstance(v, Range) else choice(v)
+                        for path, v in self.values.items()
+                    }
+                )
+            trial.set_user_attr("host", host)
+            trial.set_user_attr("pid", os.getpid())
         return trial
 
     def _try(self, study: Any, trial: Any) -> None:
         """All seeds of a setting."""
-        optuna: Any = import_extra("optuna", "Ranges of a sweep", "sweep")
-        states = optuna.trial.TrialState
+        states = _optuna().trial.TrialState
         setting = {path: str(value) for path, value in trial.params.items()}
-        reported = -1
+        reported = 0
 
         def watch(share: float, score: float) -> bool:
             nonlocal reported
-            part = int(share * _PARTS)
-            for each in range(reported + 1, part + 1):  # trials are compared part by part
-                trial.report(score, each)
-            reported = max(reported, part)
+            for part in range(reported, int(share * _PARTS) + 1):  # trials are compared by part
+                trial.report(score, part)
+                reported = part + 1
             return bool(trial.should_prune())
 
         scores: list[float] = []
@@ -318,7 +301,11 @@ class Sweep:
         study.tell(trial, sum(scores) / len(scores))
 
 
-def score_of(logdir: Path) -> float | None:
+def _optuna() -> Any:
+    return import_extra("optuna", "Ranges of a sweep", "sweep")
+
+
+def _score_of(logdir: Path) -> float | None:
     """What a run has reached: its last evaluation, or the mean of its last episodes."""
     with suppress(MetricsError, OSError):
         return float(read_evaluations(logdir).score[-1])
@@ -335,17 +322,24 @@ def result_of(logdir: Path) -> dict[str, Any] | None:
     return None
 
 
-def results(folder: Path) -> list[dict[str, Any]]:
-    """How every run of a sweep that is over has ended."""
-    found = [result_of(each) for each in sorted(folder.iterdir()) if each.is_dir()]
-    return [each for each in found if each]
-
-
-def runs_of(folder: Path) -> list[Path]:
-    """The runs of a sweep that have scores; the folder itself if it is no sweep."""
-    if not (folder / PLAN).is_file() or (folder / "config.json").is_file():
-        return [folder]
-    return [each for each in sorted(folder.iterdir()) if (each / "scores.jsonl").is_file()]
+def table(folder: Path) -> Table:
+    """The settings of a sweep with their mean scores, the best one first."""
+    groups: dict[tuple[tuple[str, str], ...], list[dict[str, Any]]] = {}
+    for each in sorted(folder.iterdir()):
+        if result := result_of(each):
+            groups.setdefault(tuple(sorted(result["setting"].items())), []).append(result)
+    rows = []
+    for setting, found in groups.items():
+        scores = [each["score"] for each in found if each["score"] is not None]
+        mean = mean_interval(scores) if scores else None
+        ended = ", ".join(sorted({each["state"] for each in found}))
+        label = ", ".join(f"{path}={value}" for path, value in setting) or "as given"
+        words = (label, str(len(found)), str(mean or ""), ended)
+        rows.append((mean.value if mean else -math.inf, words))
+    made = Table("setting", "runs", "mean score [95 %]", "ended", box=None)
+    for _, words in sorted(rows, reverse=True):
+        made.add_row(*words)
+    return made
 
 
 def _name(setting: Sequence[tuple[str, str]], seed: int) -> str:

@@ -33,7 +33,7 @@ from dreamfleet.metrics.frames import find_encoder
 from dreamfleet.metrics.outputs.jsonl import JsonlTail
 from dreamfleet.parallel import run_fleet
 from dreamfleet.policy import Policy
-from dreamfleet.resuming import Start, differences, holds_run, steps_made, unknown
+from dreamfleet.resuming import differences, holds_run, resolve, steps_made, unknown
 from dreamfleet.roles.runtime import sigterm_interrupts
 from dreamfleet.roles.scaling.hosts import this_host
 from dreamfleet.roles.spaces_file import write_spaces
@@ -71,7 +71,7 @@ def configure(
         ConfigError: There is no such preset or setting, a value does not fit, or the run names code
             that `changes` do not name again.
     """
-    return Start(changes, preset, trust=trust).configure({}, say)
+    return resolve(changes, preset, trust=trust, say=say)
 
 
 @takes_settings(RunConfig)

@@ -43,7 +43,7 @@ def test_a_stranger_gets_nothing_from_a_run_with_a_key(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
-    from dreamfleet.cli.role import role as command
+    from dreamfleet.cli.commands import role as command
 
     with pytest.raises(ConfigError, match="--logdir DIR, or --config FILE"):
         command("env")

@@ -5,7 +5,6 @@ Docker and Kubernetes themselves are not needed: the tools bring their schemas a
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import shlex
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from dreamfleet.cli import COMMANDS, find
 from dreamfleet.cli.arguments import function_options, parse
 from dreamfleet.cli.train import config_of
 from dreamfleet.fleet.binding import JOIN_PORT
@@ -100,8 +100,7 @@ def understood(command: str) -> None:
     if name == "train":
         config_of(arguments)
     else:
-        function = getattr(importlib.import_module(f"dreamfleet.cli.{name}"), name)
-        parse(function_options(function), arguments)
+        parse(function_options(find(COMMANDS[name])), arguments)
 
 
 def test_commands_that_do_not_exist_are_noticed() -> None:

@@ -177,7 +177,7 @@ def test_the_command_and_the_settings(
     assert main(["dataset", "export", str(tmp_path / "run"), "--out", "set"]) == 0
     said = capsys.readouterr().out
     assert main(["dataset", str(tmp_path / "run")]) == 2
-    assert "dreamfleet dataset export LOGDIR" in capsys.readouterr().err
+    assert "is not valid: use one of export." in capsys.readouterr().err
     assert "3 episodes with 21 actions are in set" in said
     config = configure({"offline": ["set"]})
     assert (config.task, config.logdir) == ("bundled:dummy", Path("set-offline"))

@@ -17,8 +17,7 @@ import pytest
 from rich.console import Console
 
 from dreamfleet import display
-from dreamfleet.cli import main
-from dreamfleet.cli import status as status_command
+from dreamfleet.cli import commands, main
 from dreamfleet.config import RunConfig
 from dreamfleet.display import live, picture, sparkline
 from dreamfleet.fleet.record import MachineStatus, ProcessUsage, RunStatus, Scores, WorkerStatus
@@ -195,8 +194,8 @@ class Looking:
 def test_following_without_a_terminal_lasts_until_the_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(status_command, "Watcher", Looking)
-    monkeypatch.setattr(status_command, "_BETWEEN_PICTURES", 0.0)
+    monkeypatch.setattr("dreamfleet.fleet.status.Watcher", Looking)
+    monkeypatch.setattr(commands, "_STATUS_SECONDS", 0.0)
     svg = tmp_path / "new" / "status.svg"
     assert main(["status", str(tmp_path), "--follow", "--svg", str(svg)]) == 0
     pictures = capsys.readouterr().out.split("dreamfleet gym:CartPole-v1")[1:]
@@ -257,8 +256,8 @@ def test_notebook_shows_run_in_one_place(tmp_path: Path, monkeypatch: pytest.Mon
 def test_json_is_one_object_in_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(status_command, "Watcher", Looking)
-    monkeypatch.setattr(status_command, "_BETWEEN_PICTURES", 0.0)
+    monkeypatch.setattr("dreamfleet.fleet.status.Watcher", Looking)
+    monkeypatch.setattr(commands, "_STATUS_SECONDS", 0.0)
     assert main(["status", str(tmp_path), "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     found = json.loads(line)

@@ -20,6 +20,7 @@ from dreamfleet.files import (
     Words,
     atomic_rename,
     atomic_write,
+    folder_aside,
     map_words,
 )
 
@@ -202,3 +203,16 @@ def test_a_full_disk_is_said_in_a_sentence(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(DreamfleetError, match=r"numbers \(No space left on device\): free disk"):
         map_words(tmp_path / "numbers", COUNTER_WORDS)
+
+
+def test_a_folder_made_aside_is_complete_or_not_there(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "folder"
+    with pytest.raises(FileNotFoundError), folder_aside(target) as made:
+        (made / "nowhere" / "file").touch()
+    assert list(target.parent.iterdir()) == []
+    for text in ("first", "second"):  # the first wins
+        with folder_aside(target) as made:
+            (made / "file").write_text(text)
+            assert text == "second" or not target.exists()
+    assert [each.name for each in target.parent.iterdir()] == ["folder"]
+    assert (target / "file").read_text() == "first"

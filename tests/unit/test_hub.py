@@ -159,7 +159,7 @@ def test_what_cannot_work_is_refused(
         (["push", str(run), "me/catch"], 1, "dreamfleet[hub]"),
         (["push", str(run), "nobody"], 2, "write user/name"),
         (["push", str(run), "me/catch", "--video", "no.mp4"], 2, "no.mp4 does not exist"),
-        (["push", str(run)], 2, "push LOGDIR user/name"),
+        (["push", str(run)], 2, "REPOSITORY is missing"),
         (["pull", "../etc/x"], 2, "write user/name"),
     ):
         assert main(words) == code

@@ -12,7 +12,8 @@ import pytest
 from dreamfleet import ConfigError, sweep
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
-from dreamfleet.sweep import Range, Sweep, SweepError, read_values, result_of, runs_of
+from dreamfleet.plotting import runs_of
+from dreamfleet.sweep import Range, Sweep, SweepError, read_values, result_of
 
 TRAIN = """
 import json, pathlib, signal, sys, time

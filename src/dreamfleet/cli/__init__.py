@@ -1,30 +1,81 @@
 """The command line: `dreamfleet COMMAND ...`.
 
-Each command is one module of this package with a function of its own name (`check-env` is
-`check_env`). The function's parameters are its options; those of `train`, `resume` and `sweep` are
-the settings of a run (`options_of` in their modules). A command is imported when it is asked for.
+A command is a function anywhere in the package: its parameters are the options, its docstring is
+the help, and what it returns is printed. It is imported when it is asked for. `train`, `resume` and
+`sweep` take the words themselves, because their options are the settings of a run (`OPTIONS`).
 """
 
 from __future__ import annotations
 
 import ast
 import errno
-import importlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
+import dreamfleet
 from dreamfleet.cli.arguments import call, function_options, help_of
 from dreamfleet.cli.console import complain, open_streams, say
 from dreamfleet.errors import DreamfleetError, did_you_mean
+from dreamfleet.settings import load_object
 
-COMMANDS = (
-    "train", "resume", "sweep", "eval", "status", "view", "export", "push", "pull", "dataset",
-    "plot", "join", "invite", "role", "check-env", "doctor",
-)  # fmt: skip
+COMMANDS: Mapping[str, str] = {
+    "train": "cli.train:train",
+    "resume": "cli.train:resume",
+    "sweep": "cli.train:sweep",
+    "eval": "cli.commands:eval",
+    "status": "cli.commands:status",
+    "view": "cli.commands:view",
+    "export": "cli.commands:export",
+    "push": "hub:push",
+    "pull": "hub:pull",
+    "dataset": "datasets:dataset",
+    "plot": "plotting:plot",
+    "join": "cli.commands:join",
+    "invite": "cli.commands:invite",
+    "role": "cli.commands:role",
+    "check-env": "cli.check_env:check_env",
+    "doctor": "cli.doctor:doctor",
+}
+"""Every command, and its function."""
+
+OPTIONS = {
+    "train": "cli.train:options_of",
+    "resume": "cli.train:resume_options",
+    "sweep": "cli.train:sweep_options",
+}
+"""What lists the options of commands that take the words themselves."""
+
+EXAMPLES = """
+train | gym:CartPole-v1, on two cores
+train --task dmc:walker_walk | another task
+train --task my_package.my_module:my_factory | your own environment
+train --dreamer.model 1m --dreamer.loss.entropy-scale 0.001 | settings of the agent
+resume runs/gym-CartPole-v1 | as it was
+resume runs/gym-CartPole-v1 --steps 60000 | and longer
+sweep --seeds 0,1,2 --task gym:Acrobot-v1 | three seeds
+sweep --set train_ratio=32,64 --parallel 2 | two settings at the same time
+sweep --set dreamer.optimizer.learning_rate='log(1e-4,1e-2)' --trials 20 | a search
+eval runs/gym-CartPole-v1 --episodes 20 | twenty new episodes
+eval runs/gym-CartPole-v1 --video play.mp4 --json | with a video, as one JSON object
+status runs/gym-CartPole-v1 --follow | until Ctrl-C
+view | every run in runs/
+view runs/gym-CartPole-v1 --no-browser | one run
+plot runs/seed-0 runs/seed-1 --out curves.png | seeds as mean and range
+join 'dreamfleet://10.0.0.5:5550/#KEY' --envs 4 | four environments
+join 'dreamfleet://10.0.0.5:5550/#KEY' --eval-envs 1 | one for evaluation
+invite runs/gym-CartPole-v1 | all lines
+invite runs/gym-CartPole-v1 --name laptop | another line
+invite runs/gym-CartPole-v1 --revoke laptop | revoke it
+check-env gym:Pendulum-v1 | can an agent use it?
+check-env bundled:catch --options size=[32,32] | with options
+doctor | what works, and what is missing
+"""
+"""Lines that show how a command is used, and what each does."""
 
 MOVED = {
     "bench": "make bench ARGS='fleet --json rows.json'",
@@ -32,48 +83,6 @@ MOVED = {
     "soak": "make soak ARGS='runs/soak --minutes 60'",
 }
 """Former commands, and what runs them in a checkout."""
-
-EXAMPLES: Mapping[str, Sequence[tuple[str, str]]] = {
-    "train": (
-        ("train", "gym:CartPole-v1, on two cores"),
-        ("train --task dmc:walker_walk", "another task"),
-        ("train --task my_package.my_module:my_factory", "your own environment"),
-        ("train --dreamer.model 1m --dreamer.loss.entropy-scale 0.001", "settings of the agent"),
-    ),
-    "resume": (
-        ("resume runs/gym-CartPole-v1", "as it was"),
-        ("resume runs/gym-CartPole-v1 --steps 60000", "and longer"),
-    ),
-    "sweep": (
-        ("sweep --seeds 0,1,2 --task gym:Acrobot-v1", "three seeds"),
-        ("sweep --set train_ratio=32,64 --parallel 2", "two settings at the same time"),
-        ("sweep --set dreamer.optimizer.learning_rate='log(1e-4,1e-2)' --trials 20", "a search"),
-    ),
-    "eval": (
-        ("eval runs/gym-CartPole-v1 --episodes 20", "twenty new episodes"),
-        ("eval runs/gym-CartPole-v1 --video play.mp4 --json", "with a video, as one JSON object"),
-    ),
-    "status": (("status runs/gym-CartPole-v1 --follow", "until Ctrl-C"),),
-    "view": (
-        ("view", "every run in runs/"),
-        ("view runs/gym-CartPole-v1 --no-browser", "one run"),
-    ),
-    "join": (
-        ("join 'dreamfleet://10.0.0.5:5550/#KEY' --envs 4", "four environments"),
-        ("join 'dreamfleet://10.0.0.5:5550/#KEY' --eval-envs 1", "one for evaluation"),
-    ),
-    "invite": (
-        ("invite runs/gym-CartPole-v1", "all lines"),
-        ("invite runs/gym-CartPole-v1 --name laptop", "another line"),
-        ("invite runs/gym-CartPole-v1 --revoke laptop", "revoke it"),
-    ),
-    "plot": (("plot runs/seed-0 runs/seed-1 --out curves.png", "seeds as mean and range"),),
-    "check-env": (
-        ("check-env gym:Pendulum-v1", "can an agent use it?"),
-        ("check-env bundled:catch --options size=[32,32]", "with options"),
-    ),
-    "doctor": (("doctor", "what works, and what is missing"),),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -170,31 +179,35 @@ def _about_machine(error: Exception) -> str:
 
 
 def _run(name: str, arguments: Sequence[str]) -> None:
-    module = importlib.import_module(f"dreamfleet.cli.{_function(name)}")
-    command, run_options = getattr(module, _function(name)), getattr(module, "options_of", None)
+    function = find(COMMANDS[name])
     if {"-h", "--help", "--help-all"} & set(arguments):
-        options = run_options(arguments) if run_options else function_options(command)
-        everything = "--help-all" in arguments
-        say(help_of(name, command, options, EXAMPLES.get(name, ()), everything=everything))
-    elif run_options:
-        command(arguments)
-    else:
-        call(name, command, arguments)
+        options = find(OPTIONS[name])(arguments) if name in OPTIONS else function_options(function)
+        examples = [line for line in EXAMPLES.splitlines() if line.split(" ")[0] == name]
+        say(help_of(name, function, options, examples, everything="--help-all" in arguments))
+        return
+    result = function(arguments) if name in OPTIONS else call(name, function, arguments)
+    if result is not None:
+        say(result)
 
 
-def _function(command: str) -> str:
-    return command.replace("-", "_")
+def find(path: str) -> Callable[..., Any]:
+    """A function of this package."""
+    return cast(Callable[..., Any], load_object(f"dreamfleet.{path}"))
 
 
 def _usage() -> str:
     """Every command with the first line of its docstring; none is imported for this."""
-    rows = []
-    for name in COMMANDS:
-        source = Path(__file__).with_name(f"{_function(name)}.py").read_text()
-        functions = (each for each in ast.parse(source).body if isinstance(each, ast.FunctionDef))
-        docs = {each.name: ast.get_docstring(each) or "" for each in functions}
-        rows.append(f"  {name:<9}  {docs[_function(name)].splitlines()[0]}\n")
+    rows = ""
+    for command, path in COMMANDS.items():
+        module, _, name = path.partition(":")
+        file = Path(dreamfleet.__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
+        (function,) = (
+            each
+            for each in ast.parse(file.read_text()).body
+            if isinstance(each, ast.FunctionDef) and each.name == name
+        )
+        rows += f"  {command:<9}  {(ast.get_docstring(function) or '').splitlines()[0]}\n"
     return (
-        f"usage: dreamfleet COMMAND [OPTIONS]\n\ncommands:\n{''.join(rows)}\n"
+        f"usage: dreamfleet COMMAND [OPTIONS]\n\ncommands:\n{rows}\n"
         "'dreamfleet COMMAND --help' explains one. 'dreamfleet --version' tells the version."
     )

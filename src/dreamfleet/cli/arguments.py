@@ -1,7 +1,7 @@
 """Options of commands: from a function's signature or a configuration, to values and to help.
 
-argparse splits the words. What a word may be is judged by `dreamfleet.settings`, so that the
-command line and Python refuse the same value with the same sentence.
+argparse splits the words and lays out the help. What a word may be is judged by
+`dreamfleet.settings`, so that the command line and Python refuse a value with the same sentence.
 """
 
 from __future__ import annotations
@@ -11,65 +11,27 @@ import dataclasses
 import inspect
 import re
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-from rich.console import Group, RenderableType
-from rich.constrain import Constrain
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.settings import (
-    Section,
     Setting,
     closest_setting,
     convert,
     describe,
-    is_under,
     read,
-    settings,
     switchable_groups,
     type_info,
 )
 
-_MAX_WIDTH = 100
 _REQUIRED = inspect.Parameter.empty
+_METAVARS = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH", dict: "NAME=VALUE ..."}
 
 
-@dataclasses.dataclass(frozen=True)
-class Option(Setting):
-    """One option, or one positional argument. Its value is its default."""
-
-    positional: bool = False
-
-    @property
-    def flag(self) -> str:
-        """What is typed: --train-ratio, or LOGDIR."""
-        label = self.path.replace("_", "-")
-        return label.upper() if self.positional else f"--{label}"
-
-    @property
-    def negation(self) -> str:
-        """What switches it off: --replay.no-online."""
-        group, dot, label = self.flag.removeprefix("--").rpartition(".")
-        return f"--{group}{dot}no-{label}"
-
-    @property
-    def is_switch(self) -> bool:
-        """Whether it takes no value: --greedy, and --no-greedy."""
-        return type_info(self.type).base is bool
-
-    @property
-    def takes_several(self) -> bool:
-        """Whether it takes several words."""
-        return type_info(self.type).base in (tuple, dict)
-
-
-def function_options(function: Callable[..., Any]) -> list[Option]:
+def function_options(function: Callable[..., Any]) -> list[Setting]:
     """The options of a command: the parameters of its function. A parameter `**settings:
     Annotated[Any, mark]` stands for the settings of a run that have this mark."""
     hints = typing.get_type_hints(function, include_extras=True)
@@ -84,25 +46,17 @@ def function_options(function: Callable[..., Any]) -> list[Option]:
             continue
         text = " ".join(helps.get(name, "").split())
         positional = parameter.kind is parameter.POSITIONAL_ONLY
-        found.append(Option(name, hints[name], parameter.default, text, positional=positional))
+        found.append(Setting(name, hints[name], parameter.default, text, positional=positional))
     return found
 
 
-def setting_options(config: Any, prefix: str = "") -> list[Option]:
-    """An option for each setting of a configuration, and for each group that can be chosen by a
-    name."""
-    groups = switchable_groups(config, prefix)
-    found = [Option(**vars(setting)) for setting in settings(config, prefix)]
-    return found + [Option(group.path, str, None, group.help) for group in groups]
+def run_options(config: RunConfig) -> list[Setting]:
+    """The settings of a run and its agent, and the groups that can be chosen by a name."""
+    return [*config.settings(), *switchable_groups(config)]
 
 
-def run_options(config: RunConfig) -> list[Option]:
-    """The options of the settings that every run has."""
-    return [each for each in setting_options(config) if not is_under(each.path, ["agent_config"])]
-
-
-def call(command: str, function: Callable[..., Any], arguments: Sequence[str]) -> None:
-    """Run a command's function with what was typed.
+def call(command: str, function: Callable[..., Any], arguments: Sequence[str]) -> Any:
+    """What a command's function returns for what was typed.
 
     Raises:
         ConfigError: An option does not exist, or its value does not fit.
@@ -115,14 +69,11 @@ def call(command: str, function: Callable[..., Any], arguments: Sequence[str]) -
         elif option.value is _REQUIRED:
             raise ConfigError(f"{option.flag} is missing. See 'dreamfleet {command} --help'.")
     places = [values.pop(o.path) for o in options if o.positional and o.path in values]
-    function(*places, **values)
+    return function(*places, **values)
 
 
-def parse(
-    options: Sequence[Option], arguments: Sequence[str], others: Sequence[Option] = ()
-) -> dict[str, Any]:
-    """The values of the options that were typed; options of the command that were parsed before
-    are `others`.
+def parse(options: Sequence[Setting], arguments: Sequence[str]) -> dict[str, Any]:
+    """The values of the options that were typed.
 
     Raises:
         ConfigError: An option does not exist, or has no value.
@@ -133,39 +84,26 @@ def parse(
     flag = rest[0].partition("=")[0]
     if not flag.startswith("-"):
         raise ConfigError(f"Unexpected argument {rest[0]!r}. See --help.")
-    flags = {option.path: option.flag for option in (*others, *options)}
+    flags = {option.path: option.flag for option in options}
     close = closest_setting(flag, flags)
     hint = f"Did you mean {flags[close]}?" if close else "See --help."
     raise ConfigError(f"There is no option {flag}. {hint}")
 
 
 def parse_known(
-    options: Sequence[Option], arguments: Sequence[str]
+    options: Sequence[Setting], arguments: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """The values of the options that were typed, and the words that belong to none of them.
 
     Raises:
         ConfigError: An option has no value.
     """
-    parser = argparse.ArgumentParser(
-        usage="",
-        add_help=False,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        exit_on_error=False,
-    )
+    parser = _parser(options)
     parser._negative_number_matcher = re.compile(r"-[\d.]")  # also -1e5, which is a number too
-    for option in options:
-        if option.positional:
-            parser.add_argument(option.path, nargs="*" if option.takes_several else "?")
-        elif option.is_switch:
-            for flag, value in ((option.flag, True), (option.negation, False)):
-                parser.add_argument(flag, dest=option.path, action="store_const", const=value)
-        else:
-            nargs = "+" if option.takes_several else 1
-            parser.add_argument(option.flag, dest=option.path, nargs=nargs)
     try:
-        found, rest = parser.parse_known_intermixed_args([_with_dashes(each) for each in arguments])
+        # Flags may be typed with underscores, as settings have them.
+        words = [re.sub("^--[^=]+", lambda m: m[0].replace("_", "-"), each) for each in arguments]
+        found, rest = parser.parse_known_intermixed_args(words)
     except argparse.ArgumentError as error:
         (option,) = (o for o in options if error.argument_name in (o.flag, o.negation))
         if option.is_switch:
@@ -179,58 +117,35 @@ def parse_known(
     return values, rest
 
 
-def _with_dashes(word: str) -> str:
-    """A flag that was typed with underscores, as settings have them."""
-    flag, equals, value = word.partition("=")
-    return f"{flag.replace('_', '-')}{equals}{value}" if word.startswith("--") else word
-
-
-# --- help ----------------------------------------------------------------------------------------
-
-
 def help_of(
     command: str,
     function: Callable[..., Any],
-    options: Sequence[Option],
-    examples: Iterable[tuple[str, str]],
+    options: Sequence[Setting],
+    examples: Sequence[str],
     *,
     everything: bool,
-) -> RenderableType:
+) -> str:
     """The help of a command: what it does, its options, and examples.
 
     Of the settings of a run only those of a section are shown, unless everything is asked for.
     """
-    groups: dict[str, list[Option]] = {"arguments": []}
-    others: dict[str, list[Option]] = {}
-    settings_of_run = any(isinstance(mark, Section) for o in options for mark in o.marks)
-    for option in options:
-        titles = [mark.title for mark in option.marks if isinstance(mark, Section)]
-        if option.positional:
-            groups["arguments"].append(option)
-        elif titles or not settings_of_run:
-            groups.setdefault(titles[0] if titles else "options", []).append(option)
-        else:
-            group = option.path.rpartition(".")[0] or "other settings of the run"
-            others.setdefault(group, []).append(option)
-    places = groups["arguments"]
-    words = [o.flag + (" ..." if o.takes_several else "") for o in places]
-    shown = [w if o.value is _REQUIRED else f"[{w}]" for o, w in zip(places, words, strict=True)]
-    usage = " ".join(["usage: dreamfleet", command, *shown, "[OPTIONS]"])
-    parts: list[RenderableType] = [Text(usage), Text(), Text(summary_of(function)), Text()]
-    for title, members in {**groups, **(others if everything else {})}.items():
-        if members:
-            parts += [Text(title, style="bold"), _rows(members), Text()]
-    if others and not everything:
-        every = f"'dreamfleet {command} --help-all' shows every setting, also of the agent."
-        parts += [Text(every), Text()]
-    table = Table.grid(padding=(0, 3))
-    # Of a command to be copied nothing may be cut off; what is said about it may wrap.
-    table.add_column(no_wrap=True)
-    for line, text in examples:
-        table.add_row(Text(f"dreamfleet {line}"), Text(text, style="dim"))
-    if table.rows:
-        parts += [Text("examples", style="bold"), Padding(table, (0, 0, 0, 2), expand=False)]
-    return Constrain(Group(*parts), _MAX_WIDTH)
+    of_run = any(option.section for option in options)
+    shown = [o for o in options if everything or not of_run or o.section or o.positional]
+    usage = f"dreamfleet {command} "
+    for each in (option for option in options if option.positional):
+        words = each.flag + (" ..." if each.takes_several else "")
+        usage += f"{words} " if each.value is _REQUIRED else f"[{words}] "
+    end = f"'dreamfleet {command} --help-all' shows every setting, also of the agent.\n\n"
+    pairs = [line.split(" | ") for line in examples]
+    width = min(53, max((len(line) for line, _ in pairs), default=0))
+    table = "".join(f"\n  dreamfleet {line:<{width}}   {text}" for line, text in pairs)
+    parser = _parser(
+        sorted(shown, key=lambda each: (not each.positional, not each.section)),
+        usage=f"{usage}[OPTIONS]",
+        description=summary_of(function),
+        epilog=(end if len(shown) < len(options) else "") + (table and f"examples:{table}"),
+    )
+    return parser.format_help().rstrip()
 
 
 def summary_of(function: Callable[..., Any]) -> str:
@@ -238,25 +153,57 @@ def summary_of(function: Callable[..., Any]) -> str:
     return (inspect.getdoc(function) or "").split("\nArgs:")[0].strip()
 
 
-def _rows(options: Sequence[Option]) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(min_width=30, max_width=44)
+class _Layout(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36, width=100)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return str(action.metavar)
+
+
+def _parser(options: Sequence[Setting], **about: Any) -> argparse.ArgumentParser:
+    """What reads the options, and lays out their help."""
+    parser = argparse.ArgumentParser(
+        add_help=False,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        exit_on_error=False,
+        formatter_class=_Layout,
+        **about,
+    )
+    groups: dict[str, Any] = {}
+    of_run = any(option.section for option in options)
     for option in options:
-        text, default = Text(option.help), option.value
-        if default is not _REQUIRED and default:
-            shown = "on" if default is True else str(default)
-            if isinstance(default, tuple):
-                shown = " ".join(map(str, default))
-            elif isinstance(default, dict):
-                shown = " ".join(f"{name}={value}" for name, value in default.items())
-            text.append(f" ({shown})", style="dim")
-        typed = option.flag
-        if option.is_switch:
-            typed += f", {option.negation}" if default else ""
-        elif not option.positional:
-            typed += f" {_metavar(option.type)}"
-        table.add_row(Text(typed, style="cyan"), text)
-    return Padding(table, (0, 0, 0, 2), expand=False)
+        group = option.path.rpartition(".")[0] or "other settings of the run"
+        title = option.section or (group if of_run else "options")
+        title = "arguments" if option.positional else title
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        add, several = groups[title].add_argument, option.takes_several
+        text, usage = _text(option).replace("%", "%%"), option.flag
+        if option.positional:
+            made = add(option.path, nargs="*" if several else "?", help=text)
+        elif option.is_switch:
+            usage += f", {option.negation}" if option.value is True else ""
+            switch = {"dest": option.path, "action": "store_const"}
+            made = add(option.flag, const=True, **switch, help=text)
+            add(option.negation, const=False, **switch, help=argparse.SUPPRESS)
+        else:
+            usage += f" {_metavar(option.type)}"
+            made = add(option.flag, dest=option.path, nargs="+" if several else 1, help=text)
+        made.metavar = usage
+    return parser
+
+
+def _text(option: Setting) -> str:
+    """What an option is for, and its default."""
+    value = option.value
+    if value is _REQUIRED or not value:
+        return option.help
+    if isinstance(value, dict):
+        value = tuple(f"{name}={each}" for name, each in value.items())
+    shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+    return f"{option.help} ({'on' if value is True else shown})"
 
 
 def _metavar(kind: Any) -> str:
@@ -267,5 +214,4 @@ def _metavar(kind: Any) -> str:
     if base is tuple:  # the help says which names there are
         named = type_info(inner[0]).base is typing.Literal
         return f"{'NAME' if named else _metavar(inner[0])} ..."
-    words = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH", dict: "NAME=VALUE ..."}
-    return words.get(base, "VALUE")
+    return _METAVARS.get(base, "VALUE")

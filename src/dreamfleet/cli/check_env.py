@@ -41,7 +41,7 @@ def check_env(
     seed: CountOrZero = 0,
     timeout: ZeroOrMore = RunConfig.env_timeout,
     sheet: Path | None = Path("check-env.png"),
-) -> None:
+) -> str:
     """Test an environment with random actions and report each problem with its fix.
 
     Args:
@@ -65,7 +65,7 @@ def check_env(
     say("\n".join(lines))
     if problems:
         raise EnvError(f"{task} has {problems} problem{'s' if problems > 1 else ''}, see above.")
-    say(verdict)
+    return str(verdict)
 
 
 def _diagnose(
@@ -76,15 +76,15 @@ def _diagnose(
     sheet: Path | None,
     reporter: Reporter,
 ) -> tuple[list[str], int, str]:
-    """Play the environment, in a child process; the frames go to a file."""
+    """Play the environment; the frames go to a file."""
 
     def visible(seed: int) -> Any:
         # An environment that renders without an option is not made again: that may be slow.
-        wanted = rendering_options(task)
-        return make_visible_env(task, seed=seed, **options) if wanted else None
+        return make_visible_env(task, seed=seed, **options) if rendering_options(task) else None
 
+    make = partial(make_env, task, **options)
     result = diagnose(
-        lambda seed: make_env(task, seed=seed, **options),
+        lambda seed: make(seed=seed),
         steps=steps,
         seed=seed,
         make_visible=visible,

@@ -59,7 +59,7 @@ class Check:
     fix: str = ""
 
 
-def doctor(logdir: Path = Path("runs")) -> None:
+def doctor(logdir: Path = Path("runs")) -> str:
     """Check this machine: Python, JAX, memory, disk, rendering, sockets, limits, extras.
 
     A tick means that it was tried, for example that an environment was made and stepped; a dot
@@ -69,8 +69,7 @@ def doctor(logdir: Path = Path("runs")) -> None:
         logdir: Where runs will be kept.
     """
     with out.status("trying what is installed, which takes half a minute"):
-        findings = [*versions(), *jax(), *hardware(), *disk(logdir), *sockets(), *limits()]
-        findings += [*rendering(), *extras()]
+        findings = [*machine(), *jax(), *disk(logdir), *sockets(), *rendering(), *extras()]
     table = Table.grid(padding=(0, 2))
     for each in findings:
         words = f"{each.found}\n{each.fix}" if each.fix else each.found
@@ -80,16 +79,27 @@ def doctor(logdir: Path = Path("runs")) -> None:
     if problems := sum(each.state == "problem" for each in findings):
         count = "is 1 problem" if problems == 1 else f"are {problems} problems"
         raise DreamfleetError(f"There {count}, see above.")
-    say("This machine is fit for training.")
+    return "This machine is fit for training."
 
 
-# --- checks --------------------------------------------------------------------------------------
+def machine() -> Iterator[Check]:
+    """What is only looked up, and whether it is enough."""
 
+    def enough(what: str, is_enough: bool, found: str, fix: str) -> Check:
+        return Check(what, "untried", found) if is_enough else Check(what, "hint", found, fix)
 
-def versions() -> Iterator[Check]:
-    """Interpreter and package."""
     yield Check("Python", "untried", f"{platform.python_version()} in {sys.prefix}")
     yield Check("Dreamfleet", "untried", importlib.metadata.version("dreamfleet"))
+    load, memory = os.getloadavg()[0], psutil.virtual_memory()
+    fix = "Other programs keep it busy; training will be slower."
+    yield enough("CPU", load <= cores(), f"{cores()} cores, load {load:.1f}", fix)
+    found = f"{memory.available / 1e9:.1f} GB of {memory.total / 1e9:.1f} GB free"
+    fix = "Close other programs, or use few environments."
+    yield enough("memory", memory.available >= _LITTLE_MEMORY, found, fix)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    found = f"{files} at most" if files >= 0 else "no limit"
+    fix = "Run 'ulimit -n 4096' in this shell before you start many environments."
+    yield enough("open files", not 0 <= files < _FEW_FILES, found, fix)
 
 
 def jax() -> Iterator[Check]:
@@ -103,22 +113,9 @@ def jax() -> Iterator[Check]:
     yield Check("JAX", "problem" if fix else "fine", found, fix)
 
 
-def hardware() -> Iterator[Check]:
-    """CPU and memory, and whether they are enough."""
-    load = os.getloadavg()[0]
-    fix = "Other programs keep it busy; training will be slower."
-    yield _enough("CPU", load <= cores(), f"{cores()} cores, load {load:.1f}", fix)
-    memory = psutil.virtual_memory()
-    found = f"{memory.available / 1e9:.1f} GB of {memory.total / 1e9:.1f} GB free"
-    fix = "Close other programs, or use few environments."
-    yield _enough("memory", memory.available >= _LITTLE_MEMORY, found, fix)
-
-
 def disk(logdir: Path) -> Iterator[Check]:
     """Space where runs will be kept, and whether they can be written there."""
-    there = logdir.absolute()
-    while not there.exists():
-        there = there.parent
+    there = next(each for each in (logdir, *logdir.absolute().parents) if each.exists()).absolute()
     try:
         with tempfile.TemporaryFile(dir=there) as file:
             file.write(bytes(1 << 20))
@@ -131,7 +128,8 @@ def disk(logdir: Path) -> Iterator[Check]:
     free = shutil.disk_usage(there).free
     found = f"a file was written, {free / 1e9:.1f} GB free in {there}"
     fix = "Images fill a replay quickly: lower replay.capacity."
-    yield _enough("disk", free >= _LITTLE_DISK, found, fix, tried=True)
+    little = free < _LITTLE_DISK
+    yield Check("disk", "hint" if little else "fine", found, fix if little else "")
 
 
 def sockets() -> Iterator[Check]:
@@ -147,14 +145,6 @@ def sockets() -> Iterator[Check]:
             yield Check(what, "problem", f"no call gets through: {error}", fix)
         else:
             yield Check(what, "fine", "calls get through")
-
-
-def limits() -> Iterator[Check]:
-    """Limits of this shell that a fleet may reach."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    fix = "Run 'ulimit -n 4096' in this shell before you start many environments."
-    found = f"{files} at most" if files >= 0 else "no limit"
-    yield _enough("open files", not 0 <= files < _FEW_FILES, found, fix)
 
 
 def rendering() -> Iterator[Check]:
@@ -187,13 +177,7 @@ def extras() -> Iterator[Check]:
             continue
         found, works = attempt(TRIES[extra])
         fix = f"It is installed but does not work; install it again: {install_command(extra)}"
-        yield _enough(what, works, f"{versions}: {found}", fix, tried=True)
-
-
-def _enough(what: str, enough: bool, found: str, fix: str, *, tried: bool = False) -> Check:
-    if not enough:
-        return Check(what, "hint", found, fix)
-    return Check(what, "fine" if tried else "untried", found)
+        yield Check(what, "fine" if works else "hint", f"{versions}: {found}", "" if works else fix)
 
 
 def _packages(extra: str, package: str = "dreamfleet") -> list[str]:
@@ -206,11 +190,7 @@ def _packages(extra: str, package: str = "dreamfleet") -> list[str]:
 
 
 def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return any(True for _ in importlib.metadata.distributions(name=name))
 
 
 # --- attempts, each in a child process -----------------------------------------------------------

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import shlex
 import typing
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dreamfleet import cli
 from dreamfleet.agents import size_preset
-from dreamfleet.cli import COMMANDS, main
-from dreamfleet.cli.arguments import Option, call, function_options, parse, summary_of
-from dreamfleet.cli.sweep import options_of as sweep_options
+from dreamfleet.cli import COMMANDS, EXAMPLES, OPTIONS, find, main
+from dreamfleet.cli.arguments import call, function_options, parse, summary_of
 from dreamfleet.cli.train import config_of, options_of
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.presets import PRESETS, preset
-from dreamfleet.settings import Section, convert, describe
+from dreamfleet.settings import Section, Setting, convert, describe
 
-OTHERS = [name for name in COMMANDS if name not in ("train", "resume", "sweep")]
-
-
-def function_of(command: str) -> Callable[..., Any]:
-    name = command.replace("-", "_")
-    function: Callable[..., Any] = getattr(importlib.import_module(f"dreamfleet.cli.{name}"), name)
-    return function
+OTHERS = [name for name in COMMANDS if name not in OPTIONS]
 
 
-def shown(text: str, options: list[Option]) -> None:
+def shown(text: str, options: list[Setting]) -> None:
     """Every option and its whole sentence is in the text, which fits into a terminal."""
     assert max(map(len, text.splitlines())) <= 100
     assert "…" not in text, "something is cut off"
@@ -48,8 +38,8 @@ def shown(text: str, options: list[Option]) -> None:
 def test_every_option_is_explained(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out
-    shown(text, function_options(function_of(command)))
-    assert summary_of(function_of(command)).split("\n")[0] in text
+    shown(text, function_options(find(COMMANDS[command])))
+    assert summary_of(find(COMMANDS[command])).split("\n")[0] in text
 
 
 @pytest.mark.parametrize("command", OTHERS)
@@ -58,7 +48,7 @@ def test_the_help_lists_every_name_that_may_be_given(
 ) -> None:
     assert main([command, "--help"]) == 0
     words = re.findall(r"[\w-]+", capsys.readouterr().out)
-    for option in function_options(function_of(command)):
+    for option in function_options(find(COMMANDS[command])):
         if option.positional and typing.get_origin(option.type) is typing.Literal:
             assert set(typing.get_args(option.type)) <= set(words)
 
@@ -74,7 +64,7 @@ def test_the_help_says_what_may_be_left_out_and_how_to_switch_off(
     assert main(["plot", "--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: dreamfleet plot LOGDIRS ... [OPTIONS]\n")
     assert main(["train", "--help-all"]) == 0
-    assert "--replay.online, --replay.no-online " in capsys.readouterr().out
+    assert "--replay.online, --replay.no-online\n" in capsys.readouterr().out
 
 
 def test_the_help_of_train_shows_what_people_use(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +74,7 @@ def test_the_help_of_train_shows_what_people_use(capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     shown(text, short)
     assert len(re.findall(r"^  --", text, re.MULTILINE)) == len(short)
-    titles = re.findall(r"^(\w[\w ]*)$", text, re.MULTILINE)
+    titles = re.findall(r"^(\w[\w ]*):$", text, re.MULTILINE)
     assert (titles[0], titles[-1]) == ("what", "examples")
     assert f"({preset('default').steps})" in text
     assert main(["train", "--preset", "pixels", "--help"]) == 0
@@ -114,7 +104,7 @@ def test_every_setting_has_a_flag_and_is_in_the_whole_help(
     shown(capsys.readouterr().out, options)
 
 
-def value_for(option: Option) -> list[str]:
+def value_for(option: Setting) -> list[str]:
     """Words that say the option's default again."""
     if option.value in (None, "", ()) or isinstance(option.value, dict):
         return []
@@ -138,7 +128,8 @@ def test_flags_are_settings() -> None:
         "--dreamer.model 1m --dreamer.loss.entropy-scale=0.001 --dreamer.model.mults 2 3 "
         "--replay.capacity 5000 --replay.no-online --batch_size 3 --outputs jsonl --remote-envs "
         "--actor-addr tcp://h:1 --target-score 10 --env-options repeat=2 size=[8,8] "
-        "--set dreamer.loss.horizon=50 envs_per_process=2"
+        "--set dreamer.loss.horizon=50 envs_per_process=2 catch_up=False eval_max_steps=5e3 "
+        'prefill=\'["a","b"]\' ray_runtime_env=\'{"pip":["x"]}\' dreamer.execution.prefetch=3'
     )
     config = config_of(shlex.split(line))
     agent = config.agent_config
@@ -148,7 +139,8 @@ def test_flags_are_settings() -> None:
     assert (config.outputs, config.remote_envs, config.target_score) == (("jsonl",), True, 10.0)
     assert config.env_options == {"repeat": 2, "size": (8, 8)}
     assert config.logdir == Path("runs/gym-CartPole-v1")
-    assert config.envs_per_process == 2
+    assert (config.envs_per_process, config.catch_up, config.eval_max_steps) == (2, False, 5000)
+    assert (config.prefill, config.ray_runtime_env) == (("a", "b"), {"pip": ["x"]})
     pixels = config_of(["--preset", "pixels", "--env-options", "repeat=2", "--envs", "3"])
     assert pixels.env_options == {"size": (32, 32), "repeat": 2}
     assert (pixels.envs, pixels.policy_batch) == (3, 3)
@@ -168,7 +160,7 @@ def test_whole_numbers_may_be_written_short() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [line for lines in cli.EXAMPLES.values() for line, _ in lines], ids=str
+    "line", [line.split(" | ")[0] for line in EXAMPLES.strip().splitlines()], ids=str
 )
 def test_every_example_is_a_command(line: str) -> None:
     """Parsed as it stands there; what it does is tested where the command is."""
@@ -176,7 +168,10 @@ def test_every_example_is_a_command(line: str) -> None:
     if command in ("train", "resume"):
         config_of(arguments if command == "train" else ["--logdir", *arguments])
         return
-    options = sweep_options([]) if command == "sweep" else function_options(function_of(command))
+    if command in OPTIONS:
+        options = find(OPTIONS[command])([])
+    else:
+        options = function_options(find(COMMANDS[command]))
     values = parse(options, arguments)
     for option in options:
         if option.path in values:
@@ -193,8 +188,8 @@ def test_every_example_is_a_command(line: str) -> None:
         (["train", "--steps", "abc"], "steps=abc is not valid: use a whole number, at least 0.\n"),
         (["train", "--replay.capacity=0"], "replay.capacity=0 is not valid: use a whole number"),
         (["train", "--dreamer.model", "1k"], "dreamer.model=1k is not valid: use one of debug"),
-        (["train", "--set", "dreamer.loss.horizn=1"], "did you mean 'dreamer.loss.horizon'?"),
-        (["train", "--agent", "random", "--dreamer.loss.horizon", "1"], "There is no option"),
+        (["train", "--set", "dreamer.loss.horizn=1"], "Did you mean --dreamer.loss.horizon?"),
+        (["train", "--agent", "random", "--dreamer.loss.horizon", "1"], "There is no setting"),
         (["train", "--agent", "dreamr"], "Did you mean 'dreamer'?"),
         (["train", "--agent", "nowhere:AGENT"], "There is no module 'nowhere'"),
         (["train", "--launcher", "cloud"], "There is no launcher 'cloud': choose from local, ray"),

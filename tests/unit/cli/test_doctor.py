@@ -15,8 +15,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from dreamfleet.cli import doctor, main
-from dreamfleet.cli.doctor import Check, attempt, disk, extras, jax, limits, rendering, sockets
+import dreamfleet.cli.doctor as doctor
+from dreamfleet.cli import main
+from dreamfleet.cli.doctor import Check, attempt, disk, extras, jax, rendering, sockets
 from dreamfleet.errors import install_command
 
 
@@ -106,10 +107,11 @@ def test_a_gpu_that_jax_does_not_use_is_a_problem(monkeypatch: pytest.MonkeyPatc
 
 def test_little_is_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
-    assert "ulimit -n" in only(limits()).fix
     little = SimpleNamespace(available=1e9, total=2e9)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: little)
-    assert [f.state for f in doctor.hardware() if f.what == "memory"] == ["hint"]
+    found = {each.what: each for each in doctor.machine()}
+    assert "ulimit -n" in found["open files"].fix
+    assert found["memory"].state == "hint"
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=1e9))
     assert only(disk(tmp_path)).state == "hint"
 

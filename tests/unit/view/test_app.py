@@ -10,7 +10,7 @@ import pytest
 from nicegui import app
 from view_parts import made_up_run
 
-from dreamfleet.cli.view import page_beside
+from dreamfleet.cli.commands import page_beside
 from dreamfleet.view.runs import Runs
 from dreamfleet.view.videos_page import add_media
 
