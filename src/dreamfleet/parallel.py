@@ -29,6 +29,7 @@ from dreamfleet.files import atomic_write
 from dreamfleet.fleet.binding import JOIN_PORT, choose_port, parse_bind
 from dreamfleet.fleet.launchers import Launcher, find_launcher
 from dreamfleet.fleet.nodes import JoinedNodes
+from dreamfleet.fleet.play import parallel_evaluator
 from dreamfleet.fleet.status import StatusLines, Watcher
 from dreamfleet.fleet.supervisor import FleetError, Say, Supervisor, silent, unless_full
 from dreamfleet.fleet.workers import env_workers, fleet_workers
@@ -42,7 +43,6 @@ from dreamfleet.roles.addresses import (
 )
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.env import parallel_env
-from dreamfleet.roles.evaluator import parallel_evaluator
 from dreamfleet.roles.health import STARTED, health_path
 from dreamfleet.roles.invitations import (
     Place,
@@ -286,22 +286,15 @@ def _bound(run: RunConfig, launcher: Launcher) -> tuple[RunConfig, _Place]:
     wanted = port or (before.port if before else JOIN_PORT)
     port = choose_port(listen, wanted, only=bool(port))
     ports: dict[str, int] = {}
-    changes: dict[str, Any] = {}
-    roles: list[RoleName] = ["actor", "evaluator"] if run.eval_every else ["actor"]
-    for role in roles:
-        if listen_address(run, role) != launcher.default_address:
-            continue
-        if launcher.default_address.startswith("tcp:"):
-            continue  # they may run on any machine, and publish where
-        kept = before.ports.get(role, 0) if before else 0
-        taken = {port, *ports.values()}
+    elsewhere = launcher.default_address.startswith("tcp:")  # actors publish where they are
+    if listen_address(run, "actor") == launcher.default_address and not elsewhere:
+        kept = before.ports.get("actor", 0) if before else 0
         # Several actors have ports that follow each other.
-        count = run.actors if role == "actor" else 1
-        first = choose_port(listen, kept or max(taken) + 1, taken, count=count)
-        ports |= {server_name(role, index): first + index for index in range(count)}
+        first = choose_port(listen, kept or port + 1, {port}, count=run.actors)
+        ports = {server_name("actor", index): first + index for index in range(run.actors)}
         host = f"[{listen}]" if ":" in listen else listen
-        changes[f"{role}_addr"] = f"tcp://{host}:{ports[role]}"
-    return replace(run, **changes), _Place(listen, Place(shown, port, ports))
+        run = replace(run, actor_addr=f"tcp://{host}:{first}")
+    return run, _Place(listen, Place(shown, port, ports))
 
 
 def _prepared(args: RunConfig, launcher: Launcher) -> tuple[RunConfig, _Place | None]:

@@ -259,16 +259,13 @@ class Injector:
         """Until workers that have ended work again: servers accept a client, environments make
         steps, and all others run."""
         steps = {name: self._fleet.steps(name) for name in ended if name.startswith("env")}
-        config = self._fleet.config
         waiting, end = dict(ended), time.monotonic() + _RECOVERY_SECONDS
 
         def works(name: str) -> bool:
             if self._fleet.pid(name) in (None, self._pids.get(name)):
                 return False
             if name in steps:
-                # With `eval_every`, evaluation environments only play in rounds.
-                idle = config.eval_every > 0 and int(name.partition("-")[2]) >= config.envs
-                return idle or self._fleet.steps(name) > steps[name]
+                return self._fleet.steps(name) > steps[name]
             return not (address := self._fleet.address(name)) or self._answers(address)
 
         while waiting:

@@ -348,9 +348,8 @@ def test_between_two_rounds_environments_wait(tmp_path: Path) -> None:
         made.append(Counted(envid))
         return made[-1]
 
-    with EpisodeServer(
-        "inproc://{auto}", [(5,), (6,)], max_steps=10, why=lambda group: ""
-    ) as server:
+    groups = [(5,), (6,)]
+    with EpisodeServer("inproc://{auto}", groups, max_steps=10, why=lambda group: "") as server:
         config = small_run(tmp_path, actor_addr=server.address)
         with SerialLauncher(tmp_path) as launcher:
             workers = [
@@ -413,8 +412,7 @@ def test_rounds_while_training_survive_restarts_and_decide_the_best_checkpoint(
         on_failure="restart",
         outputs=("jsonl", "tensorboard"),
     )
-    assert (config.all_envs, config.actor_envs) == (3, 2)
-    victims = ["evaluator", "env-2", "agent"]
+    victims = ["evaluator", "eval-2", "agent"]
     rounds = 0
 
     def witness(line: str) -> None:
@@ -436,7 +434,7 @@ def test_rounds_while_training_survive_restarts_and_decide_the_best_checkpoint(
     assert found[-1]["mean"] >= 20
     steps = [each["step"] for each in found]
     assert sorted(steps) == steps
-    assert all(b // 50 > a // 50 or a == b for a, b in pairwise(steps))
+    assert all(b // 50 > a // 50 for a, b in pairwise(steps)), "none is recorded twice"
     logged = [row for row in rows(tmp_path / "metrics.jsonl") if "eval/step" in row]
     assert {row["eval/step"]: row["eval/score"] for row in logged} == {
         each["step"]: each["mean"] for each in found

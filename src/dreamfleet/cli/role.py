@@ -12,10 +12,10 @@ from dreamfleet.cli.console import say
 from dreamfleet.config import RunConfig, read_config, read_config_file
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.factories import factories
+from dreamfleet.fleet.play import parallel_evaluator
 from dreamfleet.parallel import parallel_envs
 from dreamfleet.resuming import differences, with_changes
 from dreamfleet.roles.agent import parallel_agent
-from dreamfleet.roles.evaluator import parallel_evaluator
 from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.replay import parallel_replay
 from dreamfleet.roles.runtime import end_signals
@@ -79,7 +79,7 @@ def role(
     elif name == "logger":
         parallel_logger(parts.make_logger, args)
     elif name == "evaluator":
-        parallel_evaluator(args)
+        parallel_evaluator(parts.make_env_eval, args)
     elif name == "actor":
         if number >= args.actors:
             raise ConfigError(f"The run has actors={args.actors}, numbered from 0: not {number}.")

@@ -1,7 +1,7 @@
 """A machine that joins a run with its environments: what `dreamfleet join` does.
 
 It asks the run's supervisor every second what to run (`dreamfleet.fleet.nodes`), and starts and
-ends processes accordingly. It calls the supervisor, the actor and the evaluator only. What the
+ends processes accordingly. It calls the supervisor and the actors only. What the
 supervisor says about addresses goes into an address book of this machine's own, so that
 environments here find the actor as they do everywhere.
 """
@@ -75,7 +75,7 @@ _NO_ACTIONS = "the run sends no actions; 'dreamfleet status' says there what it 
 _PLACE_PREFIX = "dreamfleet-join-"
 _KEY = "join.key"  # not the name under which a run keeps its own
 _LOOKED_UP = "tcp://127.0.0.1:{auto}"
-_ROLE = re.compile(r"(actor|evaluator)(-[0-9]{1,4})?")
+_ROLE = re.compile(r"actor(-[0-9]{1,4})?")
 _REFUSED_KEY = "refused the key"
 _OTHER_KEY = "handshake failed"
 _LEAVING = "Leaving the run; once more ends at once."
@@ -165,10 +165,7 @@ class _Machine:
 
     def servers(self, told: Mapping[str, str]) -> dict[str, Address]:
         """Those that the environments of this machine call."""
-        every = called_servers(self._address, told)
-        acts = bool(self._offer.envs) or "evaluator" not in every
-        plays = bool(self._offer.eval_envs)
-        return {n: each for n, each in every.items() if (plays if n == "evaluator" else acts)}
+        return called_servers(self._address, told)
 
     def ports_text(self, told: Mapping[str, str], problems: Mapping[str, str]) -> str:
         """Which ports cannot be reached, and all that have to be open; without a period."""
@@ -233,7 +230,6 @@ class _Machine:
             envs_per_process=self._offer.envs_per_process or config.envs_per_process,
             # They are found in this machine's address book.
             actor_addr=_LOOKED_UP,
-            evaluator_addr=_LOOKED_UP,
         )
 
     def _check_task(self, task: str) -> None:

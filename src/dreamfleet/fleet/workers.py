@@ -6,18 +6,18 @@ Launchers (`dreamfleet.fleet.launchers`) need nothing else.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.launchers import ONE_THREAD, RestartPolicy, Role, Worker
+from dreamfleet.fleet.play import parallel_evaluator
 from dreamfleet.roles.addresses import server_name
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.env import parallel_env
 from dreamfleet.roles.episodes import groups_of
-from dreamfleet.roles.evaluator import parallel_evaluator
 from dreamfleet.roles.health import health_path
 from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.replay import parallel_replay
@@ -47,9 +47,9 @@ def fleet_workers(make: Factories, args: RunConfig) -> list[Worker]:
         act = partial(parallel_remote_actor, make.make_agent, index, args)
         workers.append(_worker(server_name("actor", index), act, args, {**ONE_THREAD, **_NO_GPU}))
     if args.eval_every:
-        workers.append(_worker("evaluator", partial(parallel_evaluator, args), args, _NO_GPU))
+        play = partial(parallel_evaluator, make.make_env_eval, args)
+        workers.append(_worker("evaluator", play, args, _NO_GPU))
     if in_turns:  # the agent's worker is all of the others
-        workers += env_workers(*envs, args, range(args.actor_envs, args.all_envs))
         return workers
     if not args.remote_envs and not args.offline:
         workers += env_workers(*envs, args)
@@ -97,26 +97,10 @@ def env_workers(
     groups = [(make_train, train, False), (make_eval, evaluation, True)]
     workers = []
     for make, ids, is_eval in groups:
-        actors = 1 if is_eval and args.eval_every else args.actors  # or the evaluator
-        for mine in groups_of(ids, args.envs_per_process, actors):
+        for mine in groups_of(ids, args.envs_per_process, args.actors):
             function = partial(parallel_env, make, mine, args, is_eval)
             workers.append(_worker(f"env-{mine[0]}", function, args))
     return workers
-
-
-def eval_workers(make: Factory, groups: Sequence[Sequence[int]], args: RunConfig) -> list[Worker]:
-    """Workers for the environments of an evaluation, which are no part of a run."""
-    return [
-        Worker(
-            f"eval-{ids[0]}",
-            "env",
-            partial(parallel_env, make, ids, args, True, False),
-            ONE_THREAD,
-            restart=RestartPolicy(args.on_failure, args.max_restarts),
-            health=health_path(args, f"env-{ids[0]}"),
-        )
-        for ids in groups
-    ]
 
 
 def worker_names(args: RunConfig) -> list[str]:

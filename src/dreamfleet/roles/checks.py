@@ -79,8 +79,6 @@ def _check_ids(args: RunConfig, ids: NDArray[np.int64], is_eval: NDArray[np.bool
     joined = bool(args.bind) & (ids >= JOINED) & (ids < 2 * JOINED)
     evaluates = np.where(joined, ids >= JOINED_EVAL, ids >= args.envs)
     fits = (ids >= 0) & (ids < args.all_envs) | joined
-    if args.eval_every:  # the evaluator serves them
-        fits &= ~evaluates
     if not fits.all():
         raise ArgumentError(f"Environment {ids[~fits][0]} is not one of this run's.")
     wrong = evaluates != is_eval

@@ -199,7 +199,7 @@ class SerialRunner:
             return False
         # By where the run is, and so not the name of any actor before.
         self._actor.source = "-".join(map(str, ["serial", *self._position().values()]))
-        train, evaluation = range(args.envs), range(args.envs, args.actor_envs)
+        train, evaluation = range(args.envs), range(args.envs, args.all_envs)
         for make, ids, is_eval in ((make_train, train, False), (make_eval, evaluation, True)):
             for first in range(0, 0 if args.offline else len(ids), args.policy_batch):
                 mine = ids[first : first + args.policy_batch]
