@@ -25,6 +25,7 @@ from benchmarks.malformed import METHODS, NONSENSE, connections, stranger
 from chaos.fleet import STOPPED_BY_SIGNAL, Fleet, cut
 from chaos.schedule import SUPERVISOR, Fault, Way
 from dreamfleet.errors import DreamfleetError
+from dreamfleet.roles.health import read_health
 from dreamfleet.transport import (
     Client,
     Disconnected,
@@ -192,12 +193,8 @@ class Injector:
         return True
 
     def _compiles(self) -> bool:
-        with suppress(TransportError):
-            address = self._fleet.address("logger")
-            with Client(address, "chaos", keys=self._fleet.keys(address), patience=1.0) as client:
-                status = client.call("status").result(1.0)
-                return str(status.get("learner/state", "")).startswith("compiling")
-        return False
+        agent = read_health(self._fleet.config.logdir / "workers" / "agent")
+        return "is compiling" in agent.waiting
 
     # --- connections and the disk ----------------------------------------------------------------
 

@@ -141,7 +141,6 @@ def test_videos_and_what_the_run_did_are_written_down(tmp_path: Path) -> None:
         "learner/env_steps_per_second",
         "learner/timer/wait/frac",
         "learner/usage/memory",
-        "learner/state",
         "train/loss",
         "report/size",
         "eval/size",

@@ -7,7 +7,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -27,7 +27,8 @@ from dreamfleet.fleet.record import (
 from dreamfleet.fleet.stall import idle_machines, late_after, why_still
 from dreamfleet.fleet.status import Watcher
 from dreamfleet.metrics.timing import Rate
-from dreamfleet.roles.addresses import find_server
+from dreamfleet.roles.addresses import find_server, server_name
+from dreamfleet.roles.health import read_health
 from dreamfleet.transport import Client, Future, TransportError
 
 log = logging.getLogger(__name__)
@@ -114,8 +115,12 @@ class StatusWriter:
         logger.ask(patience)
         # A logger that was just started does not know the step yet.
         step = int(logger.metrics.get("step", 0)) or found.step
-        self._progress.add(time.monotonic(), step, logger.metrics)
-        rate = self._progress.rate
+        folder = self._logdir / "workers"
+        agent = read_health(folder / "agent")
+        rates = [v for k, v in logger.metrics.items() if re.match(_ACTOR_RATE, k)]
+        acts = "is compiling" not in agent.waiting  # else rates are those of before
+        self._progress.add(time.monotonic(), step, agent.steps, sum(rates) if acts else 0.0)
+        rate = self._progress.rate if acts else 0.0
         idle = idle_machines(machines) if record.state == "running" else ()
         # A thread of the supervisor has no process of its own.
         usages = [None if each.pid == record.pid else self._usage(each) for each in found.workers]
@@ -135,8 +140,9 @@ class StatusWriter:
         moves = logger.responding and not self._progress.stands_still(config.log_every)
         if moves or status.state != "running":
             return status
-        silent = None if logger.responding else f"the logger does not respond{logger.error}"
-        return replace(status, waiting=why_still(status, self._progress.still_for, silent))
+        shards = range(config.replay_shards if config.remote_replay else 0)
+        elsewhere = [read_health(folder / server_name("replay", shard)) for shard in shards]
+        return replace(status, waiting=why_still(status, self._progress.still_for, elsewhere))
 
     def _usage(self, of: WorkerStatus | FleetRecord) -> ProcessUsage | None:
         """What a process uses, sampled now and then; None if it is not on this machine."""
@@ -170,7 +176,6 @@ class _LoggerQuestions:
         self._asked = 0.0
         self.metrics: dict[str, Any] = {}
         self.responding = False
-        self.error = ""
 
     def ask(self, patience: float) -> None:
         """A question that was not answered yet is not asked again."""
@@ -179,12 +184,12 @@ class _LoggerQuestions:
                 self._question, self._asked = self._client.status(), time.monotonic()
             if self._question.wait(patience):
                 question, self._question = self._question, None
-                self.metrics, self.responding, self.error = question.result(), True, ""
+                self.metrics, self.responding = question.result(), True
             elif time.monotonic() - self._asked > _UNANSWERED_SECONDS:
                 self.responding = False
         except TransportError as error:
+            log.debug("The logger does not respond: %s", error)
             self._question, self.responding = None, False
-            self.error = f": {str(error).rstrip('.')}"
 
     def close(self) -> None:
         self._client.close(0.0)  # a question that was not sent is dropped
@@ -198,13 +203,12 @@ class _Progress:
         self._steps = Rate(_RATE_SECONDS)
         self._step = 0
         self._step_since = self._updates_since = -inf
-        self._updates: float | None = None
+        self._updates, self._reported = 0, 0.0
         self._moved = False
-        self._metrics: Mapping[str, Any] = {}
 
-    def add(self, now: float, step: int, metrics: Mapping[str, Any]) -> None:
+    def add(self, now: float, step: int, updates: int, reported: float = 0.0) -> None:
+        """Take how many steps and updates there are, and the steps a second that actors report."""
         first = self._step_since == -inf
-        updates = metrics.get("learner/updates")
         if first or step != self._step:
             self._moved = not first
             self._step_since = now
@@ -213,16 +217,12 @@ class _Progress:
         if not step:  # what was before the first step does not count
             self._steps = Rate(_RATE_SECONDS)
         self._steps.add(now, step)
-        self._now, self._step, self._updates, self._metrics = now, step, updates, metrics
+        self._now, self._step, self._updates, self._reported = now, step, updates, reported
 
     @property
     def rate(self) -> float:
-        """Steps a second over the last while; before that is known, what the actor reported."""
-        if str(self._metrics.get("learner/state", "")).startswith("compiling"):
-            return 0.0  # whatever was reported before
-        if self._steps.seconds < 1.0:
-            return float(sum(v for k, v in self._metrics.items() if re.match(_ACTOR_RATE, k)))
-        return self._steps.value
+        """Steps a second over the last while; before that is known, what actors reported."""
+        return self._reported if self._steps.seconds < 1.0 else self._steps.value
 
     @property
     def still_for(self) -> float:
@@ -232,15 +232,14 @@ class _Progress:
     def stands_still(self, log_every: float) -> bool:
         """Whether there were no steps, or no updates, for a while.
 
-        Steps are reported at once, or, without environments, every `log_every` seconds. Updates are
-        reported every `log_every` seconds, and start long after the first steps.
+        Steps are reported at once, or, without environments, every `log_every` seconds. Updates
+        start long after the first steps.
         """
         if self._now - self._step_since > 1.5 * log_every:
             return True
         if not self._moved and self.rate == 0:  # nothing else is known at the first looks
             return True
-        silence = float(self._metrics.get("learner/silence", 0.0))
-        return max(silence, self._now - self._updates_since) > late_after(log_every)
+        return self._now - self._updates_since > late_after(log_every)
 
 
 def _time_left(config: RunConfig, step: int, rate: float, seconds: float) -> float | None:

@@ -74,6 +74,7 @@ def parallel_logger(make_logger: Factory, args: RunConfig) -> None:
         stack.enter_context(server)
         publish_address(args, "logger", server.address)
         while not stop.wait(min(args.log_every, _POLL_SECONDS)):
+            logger.health.waits()
             scores.poll()
             if should_write():
                 logger.write()
@@ -147,7 +148,6 @@ class Logger:
         self._by_evaluation = bool(args.eval_envs or args.eval_every)
         self._enough = 1 if args.eval_every else RECENT_EPISODES  # a round is one mean
         self._newest: dict[str, float | str] = {}
-        self._reported: dict[str, float] = {}  # when each role last reported
         self._taken: dict[str, int] = {}  # the newest message of each source
         # The newest step that metrics were written with: a logger that is started again goes on
         # from there. It goes with the run's other counts.
@@ -155,7 +155,7 @@ class Logger:
         self._written = DurableCounters(np.frombuffer(self._map, "<u8"))
         step = self._written.values[0]
         self._step = _UNKNOWN if step is None else step
-        self._health = Health(health_path(args, "logger"))
+        self.health = Health(health_path(args, "logger"))
 
     @property
     def step(self) -> int:
@@ -296,7 +296,6 @@ class Logger:
             if not self._is_new(source, number):
                 return
             self._advance(step)
-            self._reported |= dict.fromkeys((k.split("/")[0] for k in metrics), time.monotonic())
             self._newest |= {k: v for k, v in metrics.items() if kind_of(v) in ("scalar", "text")}
             if self._step != _UNKNOWN:  # else it is not known yet how far the run is
                 self._output.write(self._step, metrics)
@@ -315,17 +314,14 @@ class Logger:
             self._output.write(step, metrics)
 
     def status(self) -> dict[str, Any]:
-        """The step, the score of recent episodes, the newest metrics, and for how many seconds each
-        role has not reported (`ROLE/silence`)."""
+        """The step, the score of recent episodes, and the newest metrics."""
         with self._lock:
-            now = time.monotonic()
             return {
                 **self._newest,
                 "step": max(0, self._step),
                 "score": float(np.mean(self._recent)) if self._recent else None,
                 "eval_score": float(np.mean(self._recent_eval)) if self._recent_eval else None,
                 **self._train.stats(),
-                **{f"{role}/silence": now - then for role, then in self._reported.items()},
             }
 
     def write(self) -> None:
@@ -340,7 +336,7 @@ class Logger:
                     metrics |= {f"{name}/{key}": value for key, value in counts.items()}
             self._output.write(self._step, metrics)
             self._output.flush()
-            self._health.progress()
+            self.health.progress()
 
     def close(self) -> None:
         self.write()

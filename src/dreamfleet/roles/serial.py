@@ -62,7 +62,7 @@ def serial_fleet(make: Factories, args: RunConfig) -> None:
     stop = stop_event(on_stop=progress.stop)
 
     with ExitStack() as stack:
-        logger = _Logger(unpack(make.make_logger)(), args)
+        logger = Logger(unpack(make.make_logger)(), args)
         stack.callback(logger.close)
         server = Server(listen_address(args, "logger"), "logger", keys=args.server_keys)
         logging_role.bind(server, logger)
@@ -140,16 +140,6 @@ class CompletedFuture:
 
     def result(self, timeout: float | None = None) -> Any:  # noqa: ARG002 - the future's
         return self._value
-
-
-class _Logger(Logger):
-    """A logger to which roles report after so many steps, however long these take."""
-
-    def status(self) -> dict[str, Any]:
-        found = super().status()
-        trains = found.get("learner/state") == "training"
-        here = ("actor", "replay", "learner") if trains else ("actor", "replay")
-        return {**found, **{f"{role}/silence": 0.0 for role in here}}
 
 
 class SerialRunner:

@@ -47,11 +47,7 @@ METRICS: dict[str, Any] = {
     "learner/updates": 40.0,
     "learner/updates_per_second": 4.0,
     "learner/replay_ratio": 1.5,
-    "learner/state": "training",
     "actor/steps_per_second": 50.0,
-    "actor/silence": 0.1,
-    "learner/silence": 0.1,
-    "replay/silence": 0.1,
 }
 
 
@@ -62,6 +58,7 @@ class Run:
         self.logdir = logdir
         self.config = small_run(logdir, logger_addr=resolve("ipc://{auto}"), **settings)
         self.metrics = dict(METRICS)
+        self.says("agent")
         self.record = replace(FleetRecord.of_this_process("local"), workers=(self.worker("agent"),))
         (logdir / "config.json").write_text(self.config.to_json())
         self.write()
@@ -73,6 +70,12 @@ class Run:
     def write(self, **changes: Any) -> None:
         self.record = replace(self.record, **changes)
         write_record(self.logdir, self.record)
+
+    def says(self, name: str, text: str = "", age: float = 0.0) -> None:
+        """A worker says what it waits for, so many seconds ago."""
+        health = Health(self.logdir / "workers" / name)
+        health.waits(text)
+        health._record.reported -= age
 
     @contextmanager
     def logger(self) -> Iterator[None]:
@@ -123,12 +126,13 @@ def test_lines_display_and_json_agree(run: Run) -> None:
     """On what the run does, and on why it stands still: a terminal shows no less than lines do."""
     run.metrics |= {
         "actor/steps_per_second": 0.0,
-        "actor/waiting": "no observation from environment 2 yet",
         "learner/start": "starting from there, loaded 2 of 9 entries: nets/encoder (2)",
     }
+    run.says("actor", "no observation from environment 2 yet")
     with run.logger():
         lines, status = run.lines(), run.supervised()
     text, plain = drawn(status), json.loads(status.to_json())
+    assert plain["workers"][0]["waiting"] == "no observation from environment 2 yet"
     start, numbers, waiting = lines
     assert start == f"Agent: {run.metrics['learner/start']}"
     assert run.metrics["learner/start"] in text
@@ -472,71 +476,62 @@ def test_metrics_of_a_damaged_file_do_not_hide_the_run(run: Run) -> None:
 # --- progress -------------------------------------------------------------------------------------
 
 
-def updates(count: int) -> dict[str, float]:
-    return {"learner/updates": float(count)}
-
-
 def test_the_rate_is_that_of_the_last_while() -> None:
     progress = _Progress()
-    progress.add(0.0, 0, {"actor/steps_per_second": 7.0})
+    progress.add(0.0, 0, 0, 7.0)
     assert progress.rate == 7.0, "what the actor reported, before there is more"
-    progress.add(20.0, 0, {})
-    progress.add(30.0, 100, {})
+    progress.add(20.0, 0, 0)
+    progress.add(30.0, 100, 0)
     assert progress.rate == 10.0, "the time before the first step does not count"
-    progress.add(50.0, 500, {})
+    progress.add(50.0, 500, 0)
     assert progress.rate == 500 / 30
-    progress.add(70.0, 900, {})
+    progress.add(70.0, 900, 0)
     assert progress.rate == 20.0, "nor does what is long ago"
-    progress.add(110.0, 900, {})
-    assert progress.rate == 0.0, "nobody steps"
-    progress.add(111.0, 100, {})
-    progress.add(121.0, 200, {})
+    progress.add(110.0, 900, 0)
+    assert progress.rate == 0.0, "there are no steps"
+    progress.add(111.0, 100, 0)
+    progress.add(121.0, 200, 0)
     assert progress.rate == 10.0, "steps that are counted again do not count backwards"
 
 
 def test_a_run_that_collects_may_take_a_while_until_it_learns() -> None:
     progress = _Progress()
     for now, step in ((0.0, 1), (10.0, 10), (20.0, 20), (31.0, 30)):
-        progress.add(now, step, {"actor/steps_per_second": 1.0})
+        progress.add(now, step, 0, 1.0)
         assert not progress.stands_still(10.0)
-    progress.add(40.0, 40, {"actor/steps_per_second": 1.0})
+    progress.add(40.0, 40, 0, 1.0)
     assert progress.stands_still(10.0)
     assert progress.still_for == 40.0
-    progress.add(50.0, 50, updates(1))
+    progress.add(50.0, 50, 1)
     assert not progress.stands_still(10.0)
     for now in (60.0, 64.0):
-        progress.add(now, 50, updates(int(now)))
+        progress.add(now, 50, int(now))
         assert not progress.stands_still(10.0)
-    progress.add(66.0, 50, updates(66))
-    assert progress.stands_still(10.0), "nobody steps"
+    progress.add(66.0, 50, 66)
+    assert progress.stands_still(10.0), "there are no steps"
 
 
 def test_a_run_may_take_a_while_until_it_learns_also_if_its_first_step_was_late() -> None:
     progress = _Progress()
     for now in (0.0, 50.0, 100.0):
-        progress.add(now, 0, {})
+        progress.add(now, 0, 0)
         assert progress.stands_still(10.0)
     for now, step in ((110.0, 10), (120.0, 20), (140.0, 30)):
-        progress.add(now, step, {})
+        progress.add(now, step, 0)
         assert not progress.stands_still(10.0)
-    progress.add(142.0, 40, {})
+    progress.add(142.0, 40, 0)
     assert progress.stands_still(10.0)
 
 
-def test_a_first_look_trusts_what_roles_report() -> None:
-    for metrics, still in (
-        ({}, True),
-        ({"actor/steps_per_second": 0.0}, True),
-        ({"actor/steps_per_second": 9.0}, False),
-        ({"actor/steps_per_second": 9.0, "learner/silence": 40.0}, True),
-    ):
+def test_a_first_look_trusts_what_actors_report() -> None:
+    for reported, still in ((0.0, True), (9.0, False)):
         progress = _Progress()
-        progress.add(0.0, 100, metrics)
+        progress.add(0.0, 100, 7, reported)
         assert progress.stands_still(10.0) == still
 
 
 def test_a_run_without_progress_is_never_silent(run: Run) -> None:
-    """Also if nobody says that it waits."""
+    """Also if no worker says that it waits."""
     run.metrics["actor/steps_per_second"] = 0.0
     with run.logger():
         status = run.supervised()
@@ -567,31 +562,14 @@ def test_an_environment_that_hangs_is_named_also_while_others_go_on(run: Run) ->
 def test_a_run_that_compiles_says_so_and_shows_no_speed_of_before(run: Run) -> None:
     """Also at the first look, when all that is known of the speed is what an actor reported that
     has been restarted since."""
-    run.metrics |= {
-        "actor/steps_per_second": 149.5,
-        "actor/silence": 90.0,
-        "learner/silence": 12.0,
-        "learner/state": "compiling the agent; with these settings it took 41 s the last time",
-    }
+    run.metrics["actor/steps_per_second"] = 149.5
+    run.says("agent", "the learner is compiling the agent", age=12.0)
+    run.says("actor", "an old text", age=90.0)
     run.write(workers=(run.worker("agent", started=time.time() - 20),))
     with run.logger():
         lines = run.lines()
     assert "  0 steps/s" in lines[0]
-    assert lines[1] == (
-        "Waiting: the learner is compiling the agent; with these settings it took 41 s the last "
-        "time (12 s so far)."
-    )
-
-
-def test_a_run_that_has_made_all_its_steps_is_being_saved(run: Run) -> None:
-    run.metrics |= {"step": 600, "actor/steps_per_second": 0.0}
-    with run.logger():
-        assert run.supervised().waiting == "the run has made all its steps and is being saved"
-        run.metrics["learner/state"] = "making the last 7 updates (train_ratio)"
-        assert run.supervised().waiting == (
-            "the run has made all its steps, and the learner is making the last 7 updates "
-            "(train_ratio)"
-        )
+    assert re.fullmatch(r"Waiting: the learner is compiling the agent \(1\d s so far\)\.", lines[1])
 
 
 def test_no_time_is_left_once_all_steps_are_made() -> None:

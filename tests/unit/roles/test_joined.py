@@ -232,7 +232,8 @@ def test_sampling_waits_while_no_environment_has_made_a_sequence(tmp_path: Path)
     thread = threading.Thread(target=sample)
     thread.start()
     waits = f"no environment has made {run.window} steps in a row yet"
-    eventually(lambda: waits in str(service.report({})["replay/waiting/learner"]))
+    assert service.lead is not None
+    eventually(lambda: waits in service.lead.waits())
     assert not sampled.is_set()
     for number in range(2, 2 + run.window):
         add(number, ids[:1])
