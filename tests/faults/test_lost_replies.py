@@ -91,7 +91,7 @@ def test_an_episode_an_evaluation_and_metrics_are_taken_once(tmp_path: Path, los
             with network.loses_replies(3):
                 calls = [client.call("tran", *steps)]
                 calls += [client.add(number, {"loss": 1.0})]
-                calls += [client.evaluated(2, {"eval/rounds": 1.0})]
+                calls += [client.add(2, {"eval/step": 2.0, "eval/rounds": 1.0})]
             for call in calls:
                 call.result(LONG)
             assert client.stats()["resent"] == 3

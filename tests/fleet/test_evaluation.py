@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal as signals
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -106,7 +107,7 @@ class Looking(Endless):
 
 
 class Interrupted(Endless):
-    "Episodes of three steps; somebody ends the program in the second one."
+    "Episodes of three steps; the program is ended in the second one."
 
     def step(self, action):
         obs, reward, _, _, info = super().step(action)
@@ -182,7 +183,7 @@ def test_when_all_fail_the_traceback_of_the_environment_is_shown(folder: Path) -
         evaluate(run, 3, envs=2, trust=True)
     header, first = str(caught.value).splitlines()[1:3]
     assert header.startswith("Traceback")
-    assert f"envs_{folder.name}.py" in first, "no frames of this package above the person's own"
+    assert f"envs_{folder.name}.py" in first, "no frames of this package above the user's own"
     assert str(caught.value).endswith("RuntimeError: the pole is broken")
 
 
@@ -233,7 +234,7 @@ def over(folder: Path, name: str, **settings: Any) -> RunConfig:
 
 
 def test_the_evaluation_at_the_end_is_a_part_of_the_run(folder: Path) -> None:
-    """The status shows it, no second run may begin meanwhile, and its result reaches everybody."""
+    """The status shows it, no second run may begin meanwhile, and its result reaches all readers."""
     config = over(folder, "Looking", eval_episodes=1)
     logged: list[Any] = []
 
@@ -267,7 +268,7 @@ def test_an_environment_without_an_end_does_not_outlast_its_training(
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """SIGINT is Ctrl-C, also where whoever started the tests in the background ignores it."""
+    """SIGINT is Ctrl-C, also where it is ignored, as in the background."""
     before = signals.signal(signals.SIGINT, signals.default_int_handler)
     yield
     signals.signal(signals.SIGINT, before)
@@ -397,11 +398,28 @@ def test_rounds_trust_the_networks_that_the_run_itself_names(
         Policy.load(tmp_path, agent="random")
 
 
+class Awaiting(Scored):
+    """One that waits in the middle of its first episode until there is a file `killed`."""
+
+    def __init__(self, folder: Path, envid: int) -> None:
+        super().__init__(folder, envid)
+        self._folder, self._made = folder, 0
+
+    def step(self, action: Mapping[str, Any]) -> Any:
+        self._made += 1
+        if self._made == 10:
+            (self._folder / "playing").touch()
+            while not (self._folder / "killed").exists():
+                time.sleep(0.01)
+        return super().step(action)
+
+
 def test_rounds_while_training_survive_restarts_and_decide_the_best_checkpoint(
     tmp_path: Path,
 ) -> None:
-    """Everybody who takes part in rounds is killed, one after the other; then scores rise, and the
-    run ends at its target, which rounds decide where there are any."""
+    """All processes that take part in rounds are killed, one after the other, the evaluator also in
+    the middle of a round; then scores rise, and the run ends at its target, which rounds decide
+    where there are any."""
     config = small_run(
         tmp_path,
         steps=0,
@@ -418,13 +436,17 @@ def test_rounds_while_training_survive_restarts_and_decide_the_best_checkpoint(
     def witness(line: str) -> None:
         nonlocal rounds
         found = len(rows(tmp_path / "evaluations.jsonl"))
-        if found > rounds and victims and victims[0] in processes_by_title():
+        if (tmp_path / "playing").exists() and not (tmp_path / "killed").exists():
+            assert found == 0, "the first round is under way"
+            processes_by_title()["evaluator"].kill()
+            (tmp_path / "killed").touch()
+        elif found > rounds and victims and victims[0] in processes_by_title():
             rounds = found
             processes_by_title()[victims.pop(0)].kill()
         elif found > rounds and not victims:
             (tmp_path / "go").touch()
 
-    factory = partial(Scored, tmp_path)
+    factory = partial(Awaiting, tmp_path)
     combined(**parts(config, make_env_eval=factory), args=config, progress=witness)
     found = rows(tmp_path / "evaluations.jsonl")
     assert not victims

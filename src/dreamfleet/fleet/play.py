@@ -223,7 +223,7 @@ class _Rounds:
         )
         try:
             metrics = evaluation_metrics(played, policy.step)
-            self._logger.call("evaluated", policy.step, metrics).result(_LOGGER_SECONDS)
+            self._logger.call("add", policy.step, metrics).result(_LOGGER_SECONDS)
         except TransportError as error:
             log.warning("The logger was not told of a round: %s", error)
         if result is None:

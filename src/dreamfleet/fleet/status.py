@@ -32,7 +32,7 @@ from dreamfleet.fleet.record import (
 from dreamfleet.fleet.stall import hanging, late_after, waits_for
 from dreamfleet.metrics.outputs.jsonl import JsonlTail, last_rows
 from dreamfleet.roles.health import HealthRecord, read_health
-from dreamfleet.roles.logger import RECENT_EPISODES
+from dreamfleet.roles.logger import RECENT_EPISODES, RECORD
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class Watcher:
         config = self._read_config()
         if config is None:
             return None
-        scores, metrics = self._scores.read(), _newest_metrics(self._logdir / "metrics.jsonl")
+        scores, metrics = self._scores.read(), newest_metrics(self._logdir)
         step = metrics.get("step", 0)
         now, running = time.time(), state in UNDER_WAY
         known = record or FleetRecord(0, 0.0, "", "", now)
@@ -228,14 +228,17 @@ class _ScoresReader:
             self._width *= 2
 
 
-def _newest_metrics(path: Path) -> dict[str, Any]:
-    """The newest text or finite number of every key in the last lines; empty if there is none."""
+def newest_metrics(logdir: Path) -> dict[str, Any]:
+    """The newest text or finite number of every key, as the logger recorded them; in a run of an
+    older version, those in the last lines of `metrics.jsonl`."""
+    newest: dict[str, Any] = {}
     try:
-        with path.open("rb") as file:
-            rows = last_rows(file, _METRICS_BYTES)
-    except FileNotFoundError:
-        return {}
-    newest = {key: value for row in rows for key, value in row.items()}
+        record = (logdir / "workers" / RECORD).read_bytes()
+        newest = msgspec.json.decode(record, type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError, RecursionError):
+        with suppress(FileNotFoundError), (logdir / "metrics.jsonl").open("rb") as file:
+            for row in last_rows(file, _METRICS_BYTES):
+                newest |= row
     return {key: value for key, value in newest.items() if isinstance(value, str) or _finite(value)}
 
 

@@ -33,7 +33,7 @@ from dreamfleet.roles.addresses import listen_address, publish_address
 from dreamfleet.roles.env import Lane, Watchdog, make_lanes
 from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.learner import EARLY_SECONDS, Learner
-from dreamfleet.roles.logger import Logger, ScoreReader
+from dreamfleet.roles.logger import RECORD_SECONDS, Logger, ScoreReader
 from dreamfleet.roles.progress import Progress, limiter_for
 from dreamfleet.roles.replay import ReplayService
 from dreamfleet.roles.runtime import ActorFailed, Factories, stop_event, unpack
@@ -173,6 +173,7 @@ class SerialRunner:
         self._acting.bind("act", self._reply)
         self._health = Health(health_path(args, "agent"))
         self._should_save = LocalClock(args.save_every, early=EARLY_SECONDS)
+        self._should_record = LocalClock(RECORD_SECONDS)
         self._lanes: list[Lane] = []
         self._turn = 0  # the lane that steps next
         self._acted = False  # since the last update
@@ -184,6 +185,7 @@ class SerialRunner:
         meanwhile."""
         args = self._args
         self._learner.restore()
+        self._logger.record()
         self._learner.compile()
         if self._progress.finished.is_set():
             return False
@@ -215,6 +217,8 @@ class SerialRunner:
             if self._progress.step > before:
                 self._scores.poll()
                 self._follow(before)
+            if self._should_record():
+                self._logger.record()
             if self._should_save() or self._saver.asked():
                 self._saver.save()
                 self._service.save()

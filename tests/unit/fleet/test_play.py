@@ -86,7 +86,7 @@ def test_a_round_that_fails_is_noted_and_the_next_one_is_tried(
     monkeypatch.setattr(Checkpoint, "rate", failing_rate)
     told = threading.Event()
     logger = Server("inproc://{auto}", "logger")
-    logger.bind("evaluated", lambda *_: told.set())
+    logger.bind("add", lambda *_: told.set())
     checkpoints, parts = Checkpoint(tmp_path / "ckpt" / "agent"), parts_of(run(tmp_path))
     with logger, evaluator(run(tmp_path, logger_addr=logger.address)) as worker:
         for step in (10, 20):

@@ -9,11 +9,12 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from fleet_parts import small_run
@@ -23,6 +24,7 @@ from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
 from dreamfleet.display import picture
+from dreamfleet.files import atomic_write
 from dreamfleet.fleet import status_writer
 from dreamfleet.fleet.claim import BEAT_NAME
 from dreamfleet.fleet.record import (
@@ -37,7 +39,7 @@ from dreamfleet.fleet.record import (
 from dreamfleet.fleet.status import StatusLines, Watcher
 from dreamfleet.fleet.status_writer import StatusWriter, _Progress, _time_left
 from dreamfleet.roles.health import Health
-from dreamfleet.transport import Server, resolve
+from dreamfleet.roles.logger import RECORD
 
 HOST = socket.gethostname()
 METRICS: dict[str, Any] = {
@@ -52,12 +54,12 @@ METRICS: dict[str, Any] = {
 
 
 class Run:
-    """A run's directory, with a logger that answers with `metrics`."""
+    """A run's directory, with a logger that records `metrics`."""
 
     def __init__(self, logdir: Path, **settings: Any) -> None:
         self.logdir = logdir
-        self.config = small_run(logdir, logger_addr=resolve("ipc://{auto}"), **settings)
-        self.metrics = dict(METRICS)
+        self.config = small_run(logdir, **{"log_every": 10.0, **settings})
+        self.metrics, self._logs = dict(METRICS), False
         self.says("agent")
         self.record = replace(FleetRecord.of_this_process("local"), workers=(self.worker("agent"),))
         (logdir / "config.json").write_text(self.config.to_json())
@@ -79,19 +81,24 @@ class Run:
 
     @contextmanager
     def logger(self) -> Iterator[None]:
-        server = Server(self.config.logger_addr, "logger")
-        server.bind("status", lambda: self.metrics)
-        with server:
-            yield
+        self._logs = True
+        self.log()
+        yield
+        self._logs = False
+
+    def log(self) -> None:
+        path = self.logdir / "workers" / RECORD
+        atomic_write(path, msgspec.json.encode(self.metrics))
 
     def look(self) -> RunStatus:
         """What a reader finds."""
         return seen(Watcher(self.logdir))
 
-    def supervised(self, patience: float = 10.0) -> RunStatus:
+    def supervised(self) -> RunStatus:
         """What the supervisor finds at its first look."""
-        with closing(StatusWriter(self.logdir, lambda: self.record)) as writer:
-            status = writer.look(self.record, patience)
+        if self._logs:
+            self.log()
+        status = StatusWriter(self.logdir, lambda: self.record).look(self.record)
         assert status is not None
         return status
 
@@ -201,8 +208,10 @@ def test_a_joined_machine_that_makes_no_steps_is_named_with_why_also_while_other
 def test_json_holds_numbers_that_are_not_finite_as_null(run: Run) -> None:
     run.metrics["train/loss"] = float("nan")
     with run.logger():
-        plain = json.loads(run.supervised().to_json())
-    assert plain["metrics"]["train/loss"] is None
+        found = run.supervised()
+    plain = json.loads(replace(found, steps_per_second=float("inf")).to_json())
+    assert plain["steps_per_second"] is None
+    assert "train/loss" not in plain["metrics"]
     assert plain["state"] == "running"
     assert "\n" not in run.look().to_json()
 
@@ -235,11 +244,25 @@ def test_a_line_before_the_first_numbers_says_what_there_is(run: Run) -> None:
 def test_a_logger_that_does_not_respond_is_said(run: Run) -> None:
     said: list[str] = []
     run.write(workers=(run.worker("logger", state="restarting", pid=None, error="OSError: full"),))
-    status = run.supervised(0.0)
+    status = run.supervised()
     assert not status.responding
     assert status.waiting == "logger is restarting (OSError: full); the logger does not respond"
     StatusLines(lambda: status, said.append).show()
     assert said == [status.message], "numbers from files are old"
+
+
+def test_a_logger_that_has_stopped_recording_does_not_respond(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.write(workers=(run.worker("agent"), run.worker("logger")))
+    run.says("logger")
+    with run.logger():
+        assert run.supervised().responding
+        monkeypatch.setattr(status_writer, "_SILENT_SECONDS", 0.0)
+        status = run.supervised()
+    assert status.waiting == "the logger does not respond"
+    run.write(workers=(run.worker("agent"),))
+    assert run.supervised().responding, "in a serial run it is a part of the agent, which is busy"
 
 
 def test_a_logger_that_does_not_know_the_step_yet_does_not_set_it_back(run: Run) -> None:
@@ -320,14 +343,14 @@ def test_a_run_that_failed_says_why(run: Run) -> None:
 def test_workers_show_what_their_process_uses(run: Run) -> None:
     other = psutil.Process(os.getppid())
     run.write(workers=(run.worker("agent", pid=other.pid), run.worker("env-0", restarts=2)))
-    agent, env = run.supervised(0.0).workers
+    agent, env = run.supervised().workers
     assert agent.usage is not None
     assert agent.usage.memory > 0
     assert env.restarts == 2
 
 
 def test_threads_of_the_supervisor_have_no_share_of_their_own(run: Run) -> None:
-    status = run.supervised(0.0)
+    status = run.supervised()
     assert status.workers[0].pid == os.getpid()
     assert status.workers[0].usage is None
     assert status.supervisor is not None
@@ -337,7 +360,7 @@ def test_threads_of_the_supervisor_have_no_share_of_their_own(run: Run) -> None:
 
 def test_a_process_that_is_gone_is_not_measured(run: Run) -> None:
     run.write(workers=(run.worker("agent", pid=1 << 80),))
-    assert run.supervised(0.0).workers[0].usage is None
+    assert run.supervised().workers[0].usage is None
 
 
 # --- the file that the supervisor writes ----------------------------------------------------------
@@ -348,8 +371,8 @@ def written_by(
     run: Run, machines: Callable[[], tuple[MachineStatus, ...]] = tuple
 ) -> Iterator[None]:
     """The run's supervisor writes `status.json` with what the logger told it."""
-    with run.logger(), StatusWriter(run.logdir, lambda: run.record, machines):
-        while (record := read_record(run.logdir)) is None or not record.written:
+    with StatusWriter(run.logdir, lambda: run.record, machines), run.logger():
+        while (record := read_record(run.logdir)) is None or not record.responding:
             time.sleep(0.01)
         yield
 
@@ -383,7 +406,8 @@ def test_what_a_supervisor_wrote_that_is_gone_or_stuck_is_not_shown(
     write_record(run.logdir, replace(record, **changes[change]))
     found = run.look()
     assert found.state == {"stuck": "running"}.get(change, change)
-    assert (found.step, found.responding) == (0, False), "derived from the directory"
+    assert (found.steps_per_second, found.responding) == (0.0, False), "derived from the directory"
+    assert found.step == 300, "as the logger recorded it"
     stuck = re.fullmatch(r"the supervisor has not written its status for \d+ s", found.waiting)
     assert bool(stuck) == (change == "stuck")
 
@@ -563,13 +587,13 @@ def test_a_run_that_compiles_says_so_and_shows_no_speed_of_before(run: Run) -> N
     """Also at the first look, when all that is known of the speed is what an actor reported that
     has been restarted since."""
     run.metrics["actor/steps_per_second"] = 149.5
-    run.says("agent", "the learner is compiling the agent", age=12.0)
+    run.says("agent", "the learner is compiling the agent", age=42.0)
     run.says("actor", "an old text", age=90.0)
-    run.write(workers=(run.worker("agent", started=time.time() - 20),))
+    run.write(workers=(run.worker("agent", started=time.time() - 50),))
     with run.logger():
         lines = run.lines()
     assert "  0 steps/s" in lines[0]
-    assert re.fullmatch(r"Waiting: the learner is compiling the agent \(1\d s so far\)\.", lines[1])
+    assert re.fullmatch(r"Waiting: the learner is compiling the agent \(4\d s so far\)\.", lines[1])
 
 
 def test_no_time_is_left_once_all_steps_are_made() -> None:

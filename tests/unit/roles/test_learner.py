@@ -594,7 +594,7 @@ def test_a_few_updates_are_profiled_once_and_fewer_if_the_run_ends(tmp_path: Pat
     learner, _, _ = learner_of(agent, small_run(tmp_path))
     for _ in range(20):
         learner.update(batch)
-    assert agent.traced == [], "nobody asked for it"
+    assert agent.traced == [], "it was not asked for"
 
 
 def test_a_run_remembers_how_many_hosts_it_had(tmp_path: Path) -> None:

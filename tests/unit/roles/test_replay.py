@@ -67,7 +67,7 @@ def test_counts_and_limiter_are_those_of_the_kill(tmp_path: Path) -> None:
     assert (before["steps"], before["samples"]) == (56, 14)
     again = open_service(killed_and_moved(config, tmp_path / "2"))
     assert again.lead.position() == before
-    # A batch that is sent again is known, and counted by nobody a second time.
+    # A batch that is sent again is known, and not counted a second time.
     play(again, 10, 14)
     assert again.lead.position() == before
     again.close()
