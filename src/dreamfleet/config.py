@@ -90,7 +90,7 @@ class RunResources:
     replay: Resources = field(default_factory=Resources)
     """Each shard of the replay."""
     evaluator: Resources = field(default_factory=Resources)
-    """The evaluator, if there is `eval_every`."""
+    """The evaluator, with its environments, if there is `eval_every`."""
     logger: Resources = field(default_factory=Resources)
     """The logger."""
 
@@ -145,7 +145,7 @@ class RunConfig:
 
     eval_episodes: Annotated[Incidental[PerHost[CountOrZero]], _END] = 20
     """Episodes of the evaluation at the end, and of each round of `eval_every`; 0 for none."""
-    eval_every: Annotated[Incidental[PerHost[Joined[CountOrZero]]], _END] = 0
+    eval_every: Annotated[Incidental[PerHost[CountOrZero]], _END] = 0
     """Training environment steps between two rounds of evaluation, played by `eval_envs`
     environments (at least one); 0 for none."""
     eval_max_steps: Incidental[PerHost[Count]] = 27_000
@@ -213,8 +213,6 @@ class RunConfig:
     """Where the replay listens; further `replay_shards` listen at the next ports or files."""
     logger_addr: Incidental[PerRole[str]] = "ipc://{auto}"
     """Where the logger listens."""
-    evaluator_addr: Incidental[PerRole[str]] = "ipc://{auto}"
-    """Where the evaluator listens, if there is `eval_every`."""
     learner_addr: Incidental[PerRole[str]] = "ipc://{auto}"
     """Where the learner listens, if there are several `actors`, which call it."""
     keys: Incidental[PerRole[str]] = ""
@@ -341,22 +339,17 @@ class RunConfig:
 
     @property
     def all_envs(self) -> int:
-        """Environments of training and of evaluation."""
-        return self.envs + max(self.eval_envs, int(self.eval_every > 0))
-
-    @property
-    def actor_envs(self) -> int:
-        """Environments that the actor serves; the evaluator serves those of its rounds."""
-        return self.envs if self.eval_every else self.all_envs
+        """Environments that the actors serve; those of the rounds of `eval_every` are others."""
+        return self.envs + (0 if self.eval_every else self.eval_envs)
 
     def envs_of(self, actor: int) -> range:
         """The environments that one of the actors serves."""
-        return range(actor, self.actor_envs, self.actors)
+        return range(actor, self.all_envs, self.actors)
 
     @property
     def known_envs(self) -> int:
         """Environments that the actor serves, as far as they are known before others join."""
-        own = 0 if self.bind and self.remote_envs else self.actor_envs
+        own = 0 if self.bind and self.remote_envs else self.all_envs
         return max(own, self.expect_envs)
 
     @property
@@ -578,16 +571,14 @@ _CONFLICTS: Sequence[tuple[Callable[[RunConfig], object], str]] = (
     (lambda c: c.replay_shards > c.envs and not c.offline and not c.bind,
      "replay_shards={c.replay_shards} with envs={c.envs} would leave shards without steps: use at "
      "most as many shards as environments, or set bind, so that other machines can join."),
-    (lambda c: c.expect_envs > c.actor_envs and not c.bind,
-     "expect_envs={c.expect_envs} waits for more environments than the {c.actor_envs} that the "
+    (lambda c: c.expect_envs > c.all_envs and not c.bind,
+     "expect_envs={c.expect_envs} waits for more environments than the {c.all_envs} that the "
      "agent acts in: lower it, or set bind, so that other machines can join."),
-    (lambda c: 1 < c.actors > c.actor_envs and not c.bind,
-     "actors={c.actors} exceeds the {c.actor_envs} environments to act in: use fewer actors."),
+    (lambda c: 1 < c.actors > c.all_envs and not c.bind,
+     "actors={c.actors} exceeds the {c.all_envs} environments to act in: use fewer actors."),
     # Machines that join are told the addresses.
     (lambda c: c.remote_envs and not c.bind and not _is_reachable(c.actor_addr),
      f"remote_envs needs an actor_addr {_ADDR}, or set bind, so that they can join."),
-    (lambda c: c.remote_envs and c.eval_every and not (c.bind or _is_reachable(c.evaluator_addr)),
-     f"remote_envs and eval_every need an evaluator_addr {_ADDR}, or set bind."),
     (lambda c: c.remote_replay and not _is_reachable(c.replay_addr),
      f"remote_replay needs a replay_addr {_ADDR}."),
     (lambda c: c.hosts > 1 and c.batch_size % c.hosts,

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,18 +26,14 @@ from dreamfleet.agents.registry import AgentType
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import Wrapper, env_seed, make_env, make_visible_env, renderer
-from dreamfleet.envs.diagnose import trim_traceback
 from dreamfleet.envs.registry import Task, by_number, make_lanes, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.files import atomic_write, temporary_folder
-from dreamfleet.fleet.launchers import Launcher, Worker, find_launcher
-from dreamfleet.fleet.supervisor import FleetError, Supervisor
-from dreamfleet.fleet.workers import eval_workers
+from dreamfleet.fleet.play import eval_environments
 from dreamfleet.metrics.evaluations import Evaluation, append_evaluation, evaluation_of
 from dreamfleet.metrics.frames import Mp4Writer, enlarged, find_encoder, labelled
 from dreamfleet.policy import Policy, maker_of_task, run_of
-from dreamfleet.roles.episodes import EpisodeServer, Group, groups_of
-from dreamfleet.roles.health import HealthRecord, health_path, read_health
+from dreamfleet.roles.episodes import EpisodeServer, groups_of
 from dreamfleet.settings import Count, CountOrZero, convert
 from dreamfleet.spaces import RESET
 from dreamfleet.trust import Trust
@@ -51,7 +46,6 @@ Say = Callable[[str], None]
 
 _SEEDS_FROM = 1_000_000
 _SAY_SECONDS = 10.0
-_MAX_FAILURES = 3  # of a process, without a step in between
 
 
 class EvaluationError(DreamfleetError):
@@ -149,7 +143,8 @@ def evaluate(
         if recording is None:  # a video shows one environment
             make = by_number(make, maker, config.env_options)
         run = replace(config, logdir=private)
-        with _environments(run, make, count, max_steps, folder) as server:
+        groups = groups_of(range(count), config.envs_per_process)
+        with eval_environments(make, groups, run, max_steps, folder) as server:
             some = "1 environment" if count == 1 else f"{count} environments"
             where = f"; their output: {folder / 'logs'}" if kept else ""
             say(f"Evaluating: {episodes} episodes in {some}{where}")
@@ -241,90 +236,6 @@ def _folder(logdir: Path | None) -> Iterator[tuple[Path, bool]]:
         return
     with temporary_folder("dreamfleet-eval-") as temporary:
         yield temporary, False
-
-
-@contextmanager
-def _environments(
-    config: RunConfig, make: Callable[..., Any], count: int, max_steps: int, folder: Path
-) -> Iterator[EpisodeServer]:
-    """The environment processes of an evaluation under a supervisor of their own, and the server
-    that they call. One that fails again and again without a step in between is given up."""
-    # The policy is in this process, and its environments are next to it.
-    name = "serial" if config.launcher == "serial" else "local"
-    groups = groups_of(range(count), config.envs_per_process)
-    # In the directory of the evaluation, which is removed also if this process is killed.
-    address = f"ipc://{config.logdir}/server" if name == "local" else "inproc://{auto}"
-
-    def health(group: Group) -> HealthRecord:
-        return read_health(health_path(config, f"env-{group[0]}"))
-
-    def why(group: Group) -> str:
-        """Why an environment has failed whose process goes on."""
-        found = trim_traceback(health(group).traceback)
-        return found or "The environment was started again in the middle of an episode."
-
-    def on_failure(name: str, output: str, for_good: bool) -> None:
-        """A process has ended: the episodes of its environments have failed."""
-        group = next(each for each in groups if name == f"eval-{each[0]}")
-        record = health(group)
-        error = trim_traceback(record.traceback if record.final else output)
-        server.fail(group, error or f"{name} was killed.", for_good=for_good)
-
-    def supervise() -> None:
-        try:
-            supervisor.run()  # in this thread, so it handles no signals
-        except Exception as error:
-            log.debug("The environments cannot be run.", exc_info=error)
-            for group in groups:
-                server.fail(group, f"It cannot be run: {error!r}", for_good=True)
-
-    server = EpisodeServer(address, groups, max_steps=max_steps, why=why)
-    run = replace(
-        config,
-        actor_addr=server.address,
-        keys="",
-        actors=1,
-        eval_every=0,  # they call this server, not a run's evaluator
-        on_failure="restart",
-        max_restarts=_MAX_FAILURES - 1,
-    )
-    with find_launcher(name)(folder) as launcher, server:
-        supervisor = _EmbeddedSupervisor(eval_workers(make, groups, run), launcher, on_failure)
-        thread = threading.Thread(target=supervise, name="eval-supervisor", daemon=True)
-        thread.start()
-        try:
-            yield server
-        finally:
-            supervisor.stop()
-            thread.join()
-
-
-class _EmbeddedSupervisor(Supervisor):
-    """A supervisor without a run: no record, no claim, and a worker that is given up ends nothing.
-
-    Args:
-        workers: The environment processes.
-        launcher: Starts them.
-        on_failure: Told of each that has ended: its name and output, and whether it is given up.
-    """
-
-    def __init__(
-        self,
-        workers: Sequence[Worker],
-        launcher: Launcher,
-        on_failure: Callable[[str, str, bool], None],
-    ) -> None:
-        super().__init__(workers, launcher)
-        self._on_worker_failure = on_failure
-
-    def _on_exit(self, member: Any, code: int) -> str:
-        given_up, output = False, member.output()  # before it is started again
-        try:
-            super()._on_exit(member, code)
-        except FleetError:
-            given_up = True
-        self._on_worker_failure(member.name, output, given_up)
-        return ""
 
 
 # --- video ---------------------------------------------------------------------------------------

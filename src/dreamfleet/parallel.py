@@ -30,6 +30,7 @@ from dreamfleet.fleet.binding import JOIN_PORT, choose_port, parse_bind
 from dreamfleet.fleet.hosts import host_membership
 from dreamfleet.fleet.launchers import Launcher, find_launcher
 from dreamfleet.fleet.nodes import JoinedNodes
+from dreamfleet.fleet.play import parallel_evaluator
 from dreamfleet.fleet.status import StatusLines, Watcher
 from dreamfleet.fleet.supervisor import Say, Supervisor, silent, unless_full
 from dreamfleet.fleet.workers import env_workers, fleet_workers
@@ -43,7 +44,6 @@ from dreamfleet.roles.addresses import (
 )
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.env import parallel_env
-from dreamfleet.roles.evaluator import parallel_evaluator
 from dreamfleet.roles.health import STARTED, health_path
 from dreamfleet.roles.invitations import (
     Place,
@@ -239,19 +239,15 @@ def _bound(run: RunConfig, launcher: Launcher) -> tuple[RunConfig, Place]:
     before = read_place(run.logdir) or Place(shown, JOIN_PORT, {})
     port = choose_port(listen, port or before.port, only=bool(port))
     ports: dict[str, int] = {}
-    changes: dict[str, Any] = {}
     # Servers that the launcher puts on any machine publish where they are.
-    by_launcher = not launcher.default_address.startswith("tcp:")
-    # Several actors have ports that follow each other.
-    counts: dict[RoleName, int] = {"actor": run.actors, "evaluator": int(run.eval_every > 0)}
-    for role, count in counts.items():
-        if count and by_launcher and listen_address(run, role) == launcher.default_address:
-            taken = {port, *ports.values()}
-            wanted = before.ports.get(role, 0) or max(taken) + 1
-            first = choose_port(listen, wanted, taken, count=count)
-            ports |= {server_name(role, index): first + index for index in range(count)}
-            changes[f"{role}_addr"] = Address("tcp", listen, first).text
-    return replace(run, **changes), Place(shown, port, ports)
+    by_launcher = launcher.default_address.startswith("tcp:")
+    if listen_address(run, "actor") == launcher.default_address and not by_launcher:
+        # Several actors have ports that follow each other.
+        wanted = before.ports.get("actor", 0) or port + 1
+        first = choose_port(listen, wanted, {port}, count=run.actors)
+        ports = {server_name("actor", index): first + index for index in range(run.actors)}
+        run = replace(run, actor_addr=Address("tcp", listen, first).text)
+    return run, Place(shown, port, ports)
 
 
 def _prepared(args: RunConfig, launcher: Launcher) -> tuple[RunConfig, Place | None]:

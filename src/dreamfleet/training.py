@@ -28,7 +28,7 @@ from dreamfleet.fleet.preflight import preflight
 from dreamfleet.fleet.record import record_state
 from dreamfleet.formatting import clock
 from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS
-from dreamfleet.metrics.evaluations import evaluation_from, evaluation_metrics
+from dreamfleet.metrics.evaluations import evaluation_from, evaluation_metrics, recorded_round
 from dreamfleet.metrics.frames import find_encoder
 from dreamfleet.metrics.outputs.jsonl import JsonlTail
 from dreamfleet.parallel import run_fleet
@@ -345,24 +345,25 @@ def _final_evaluation(
 
     play = partial(evaluate, env=env, episodes=config.eval_episodes, logdir=config.logdir, say=say)
 
-    def record(path: Path | None, result: Evaluation | None) -> None:
-        """Keep the score of a checkpoint, and the metrics."""
-        if path is not None:
-            rate = partial(checkpoints.rate, path, result.mean if result else None)
-            keep(say, "The score of the checkpoint", rate)
-        if result is not None:
-            keep(say, "The metrics", partial(_write_metrics, config, result, outputs))
+    def rate(path: Path, score: float | None) -> None:
+        keep(say, "The score of the checkpoint", partial(checkpoints.rate, path, score))
+
+    def log_metrics(result: Evaluation) -> None:
+        keep(say, "The metrics", partial(_write_metrics, config, result, outputs))
 
     policy = load(config.logdir)
     if pending := checkpoints.pending():  # a round that the end of the run has interrupted
-        before, found = load(pending), None
-        if before.step < policy.step:  # else the evaluation at the end is this round
-            say(f"The round of evaluation that began at step {before.step:,} is played to its end.")
+        step = step_of(pending)
+        row = recorded_round(config.logdir, step) or {}
+        if not row and step < policy.step:  # else the evaluation at the end is this round
+            say(f"The round of evaluation that began at step {step:,} is played to its end.")
             try:
-                found = play(before, kind="round")
+                found = play(load(pending), kind="round")
+                row = found.record()
+                log_metrics(found)
             except EvaluationError as error:
                 say(f"It failed: {error}")
-        record(pending, found)
+        rate(pending, row.get("mean"))
     path = config.logdir / "media" / "evaluation" / f"{policy.step:012d}.mp4"
     video, no_video = "media" in config.outputs, ""
     if video:
@@ -384,7 +385,9 @@ def _final_evaluation(
         say(f"No video was recorded: {problem}")
     elif video:
         say(f"Video of its first episode: {path}")
-    record(checkpoints.latest() if config.eval_every else None, result)
+    if config.eval_every and (newest := checkpoints.latest()):
+        rate(newest, result.mean)
+    log_metrics(result)
     return result
 
 

@@ -25,6 +25,7 @@ from benchmarks.malformed import METHODS, NONSENSE, connections, stranger
 from chaos.fleet import STOPPED_BY_SIGNAL, Fleet, cut
 from chaos.schedule import SUPERVISOR, Fault, Way
 from dreamfleet.errors import DreamfleetError
+from dreamfleet.roles.health import read_health
 from dreamfleet.transport import Client, Disconnected, Keys, RemoteError, Timeout, TransportError
 
 _POLL_SECONDS = 0.005
@@ -185,12 +186,8 @@ class Injector:
         return True
 
     def _compiles(self) -> bool:
-        with suppress(TransportError):
-            address = self._fleet.address("logger")
-            with Client(address, "chaos", keys=self._fleet.keys(address), patience=1.0) as client:
-                status = client.call("status").result(1.0)
-                return str(status.get("learner/state", "")).startswith("compiling")
-        return False
+        agent = read_health(self._fleet.config.logdir / "workers" / "agent")
+        return "is compiling" in agent.waiting
 
     # --- connections and the disk ----------------------------------------------------------------
 
@@ -252,16 +249,13 @@ class Injector:
         """Until workers that have ended work again: servers accept a client, environments make
         steps, and all others run."""
         steps = {name: self._fleet.steps(name) for name in ended if name.startswith("env")}
-        config = self._fleet.config
         waiting, end = dict(ended), time.monotonic() + _RECOVERY_SECONDS
 
         def works(name: str) -> bool:
             if self._fleet.pid(name) in (None, self._pids.get(name)):
                 return False
             if name in steps:
-                # With `eval_every`, evaluation environments only play in rounds.
-                idle = config.eval_every > 0 and int(name.partition("-")[2]) >= config.envs
-                return idle or self._fleet.steps(name) > steps[name]
+                return self._fleet.steps(name) > steps[name]
             return not (address := self._fleet.address(name)) or self._answers(address)
 
         while waiting:

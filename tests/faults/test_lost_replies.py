@@ -47,7 +47,7 @@ def test_an_episode_an_evaluation_and_metrics_are_taken_once(tmp_path: Path) -> 
                 before = server.stats()["replies"]
                 proxy.stall(["down"])
                 calls = [client.call("tran", *steps), client.add(number, {"loss": 1.0})]
-                calls += [client.evaluated(2, {"eval/rounds": 1.0})]
+                calls += [client.add(2, {"eval/step": 2.0, "eval/rounds": 1.0})]
                 while server.stats()["replies"] < before + 3:  # none of them comes through
                     time.sleep(0.001)
                 proxy.cut()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal as signals
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -183,7 +184,7 @@ def test_when_all_fail_the_traceback_of_the_environment_is_shown(folder: Path) -
         evaluate(run, 3, envs=2, trust=True)
     header, first = str(caught.value).splitlines()[1:3]
     assert header.startswith("Traceback")
-    assert f"envs_{folder.name}.py" in first, "no frames of this package above the person's own"
+    assert f"envs_{folder.name}.py" in first, "no frames of this package above the user's own"
     assert str(caught.value).endswith("RuntimeError: the pole is broken")
 
 
@@ -232,7 +233,7 @@ def over(folder: Path, name: str, **settings: Any) -> RunConfig:
 
 
 def test_the_evaluation_at_the_end_is_a_part_of_the_run(folder: Path) -> None:
-    """The status shows it, no second run may begin meanwhile, and all outputs get its result."""
+    """The status shows it, no second run may begin meanwhile, and its readers get the result."""
     config = over(folder, "Looking", eval_episodes=1)
     logged: list[Any] = []
 
@@ -344,9 +345,8 @@ def test_between_two_rounds_environments_wait(tmp_path: Path) -> None:
         made.append(Counted(envid))
         return made[-1]
 
-    with EpisodeServer(
-        "inproc://{auto}", [(5,), (6,)], max_steps=10, why=lambda group: ""
-    ) as server:
+    groups = [(5,), (6,)]
+    with EpisodeServer("inproc://{auto}", groups, max_steps=10, why=lambda group: "") as server:
         config = small_run(tmp_path, actor_addr=server.address)
         with SerialLauncher(tmp_path) as launcher:
             workers = [
@@ -394,9 +394,28 @@ def test_rounds_trust_the_networks_that_the_run_itself_names(
         Policy.load(tmp_path, agent="random")
 
 
-def test_rounds_while_training_survive_restarts_and_decide_best_checkpoint(tmp_path: Path) -> None:
-    """Each process that takes part in rounds is killed, one by one; then scores rise, and the run
-    ends at its target, which rounds decide where there are any."""
+class Awaiting(Scored):
+    """One that waits in the middle of its first episode until there is a file `killed`."""
+
+    def __init__(self, folder: Path, envid: int) -> None:
+        super().__init__(folder, envid)
+        self._folder, self._made = folder, 0
+
+    def step(self, action: Mapping[str, Any]) -> Any:
+        self._made += 1
+        if self._made == 10:
+            (self._folder / "playing").touch()
+            while not (self._folder / "killed").exists():
+                time.sleep(0.01)
+        return super().step(action)
+
+
+def test_rounds_while_training_survive_restarts_and_decide_the_best_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """All processes that take part in rounds are killed, one after the other, the evaluator also in
+    the middle of a round; then scores rise, and the run ends at its target, which rounds decide
+    where there are any."""
     config = small_run(
         tmp_path,
         steps=0,
@@ -407,21 +426,25 @@ def test_rounds_while_training_survive_restarts_and_decide_best_checkpoint(tmp_p
         on_failure="restart",
         outputs=("jsonl", "tensorboard"),
     )
-    assert (config.all_envs, config.actor_envs) == (3, 2)
-    victims = ["evaluator", "env-2", "agent"]
+    victims = ["evaluator", "eval-2", "agent"]
     rounds = 0
 
     def witness(line: str) -> None:
         nonlocal rounds
         found = len(rows(tmp_path / "evaluations.jsonl"))
-        if found > rounds and victims and victims[0] in processes_by_title():
+        if (tmp_path / "playing").exists() and not (tmp_path / "killed").exists():
+            assert found == 0, "the first round is under way"
+            processes_by_title()["evaluator"].kill()
+            (tmp_path / "killed").touch()
+        elif found > rounds and victims and victims[0] in processes_by_title():
             rounds = found
             processes_by_title()[victims.pop(0)].kill()
         elif found > rounds and not victims:
             (tmp_path / "go").touch()
 
-    envs = {"make_env_train": partial(Paced, tmp_path), "make_env_eval": partial(Scored, tmp_path)}
-    combined(**parts(config, **envs), args=config, progress=witness)
+    paced, awaiting = partial(Paced, tmp_path), partial(Awaiting, tmp_path)
+    made = parts(config, make_env_train=paced, make_env_eval=awaiting)
+    combined(**made, args=config, progress=witness)
     found = rows(tmp_path / "evaluations.jsonl")
     assert not victims
     assert len(found) >= 4
@@ -430,7 +453,7 @@ def test_rounds_while_training_survive_restarts_and_decide_best_checkpoint(tmp_p
     assert found[-1]["mean"] >= 20
     steps = [each["step"] for each in found]
     assert sorted(steps) == steps
-    assert all(b // 50 > a // 50 or a == b for a, b in pairwise(steps))
+    assert all(b // 50 > a // 50 for a, b in pairwise(steps)), "none is recorded twice"
     logged = [row for row in rows(tmp_path / "metrics.jsonl") if "eval/step" in row]
     assert {row["eval/step"]: row["eval/score"] for row in logged} == {
         each["step"]: each["mean"] for each in found

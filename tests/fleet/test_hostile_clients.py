@@ -45,9 +45,8 @@ MAY: dict[str, dict[str, set[str]]] = {
     "logger": {
         "tran": {"agent"},
         "gone": {"agent"},
-        "add": {"agent", "replay"},
-        "evaluated": {"evaluator"},
-        "status": {"agent", "replay", "evaluator", "watcher"},
+        "add": {"agent", "replay", "evaluator"},
+        "status": {"agent"},
     },
     "nodes": {name: {"env"} for name in ("poll", "leave")},
 }
@@ -167,7 +166,7 @@ class Attack:
             ("replay", "add_batch", ({"x": np.full(2, np.nan)}, ids, False, "me", 1), 0),
             ("replay", "add_batch", ({"x": np.ones(2)}, -ids, False, "me", 1), 0),
             ("logger", "add", ("late", {}), 0),
-            ("logger", "evaluated", (1, {"eval/score": "high"}), 0),
+            ("logger", "add", (1, {"eval/step": 1.0, "eval/score": "high"}), 0),
             ("logger", "tran", (10**12, ids, no, {}, {}), 0),
             ("logger", "tran", (1, 2, 3, 4, 5), 0),
             ("logger", "gone", (ids.astype(float),), 0),

@@ -168,7 +168,7 @@ def test_machines_join_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
         _, key = read_url(line)
         servers = {
             "replay": ("stats", "position", "add_batch", "sample_batch_train", "update"),
-            "logger": ("status", "add", "tran", "evaluated"),
+            "logger": ("status", "add", "tran"),
         }
         for role in ("replay", "logger"):
             for method in servers[role]:

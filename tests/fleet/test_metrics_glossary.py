@@ -14,8 +14,8 @@ from fleet_parts import logged, rows
 
 # What a run of a small task has no occasion for, and what is no number.
 ELSEWHERE = (
-    "episode/log", "eval/log", "gradient_norm", "openloop", "/save", "learner/state",
-    "learner/memory", "learner/start", "actor/waiting", "replay/waiting", "episode/video",
+    "episode/log", "eval/log", "gradient_norm", "openloop", "/save",
+    "learner/memory", "learner/start", "episode/video",
     "loss/mask", "empty_masks", "eval/step", "eval/episodes", "eval/cut_short", "eval/failed",
     "actor-", "machines/", "replay-",
 )  # fmt: skip

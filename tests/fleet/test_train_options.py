@@ -36,7 +36,7 @@ def test_a_serial_run_ends_at_its_target_and_tells_its_evaluation(tmp_path: Path
     assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= tags.keys()
     tags = {tag: value for tag, value in tags.items() if not tag.startswith("_hparams_/")}
     assert [value.simple_value for _, value in tags["eval/score"]] == [10.0]  # the final one
-    assert {"episode/score", "episode/video/image", "replay/items", "learner/state"} <= tags.keys()
+    assert {"episode/score", "episode/video/image", "replay/items", "learner/start"} <= tags.keys()
     assert [value.simple_value for _, value in tags["episode/score"]] == [10.0] * len(
         tags["episode/score"]
     )

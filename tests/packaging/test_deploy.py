@@ -218,15 +218,15 @@ def test_no_pod_is_root_and_its_commands_exist(path: Path) -> None:
         understood(line)
 
 
-def test_the_ports_of_two_actors_and_an_evaluator_are_open() -> None:
+def test_the_ports_of_two_actors_are_open() -> None:
     (policy,) = (
         each
         for each in documents(ROOT / "deploy/kubernetes/envs.yaml")
         if each["kind"] == "NetworkPolicy"
     )
     (ports,) = policy["spec"]["ingress"][0]["ports"]
-    joining, actors, evaluator = 1, 2, 1
-    last = JOIN_PORT + joining + actors + evaluator - 1
+    joining, actors = 1, 2
+    last = JOIN_PORT + joining + actors - 1
     assert (ports["port"], ports["endPort"]) == (JOIN_PORT, last)
     assert f"`{JOIN_PORT}-{last}`" in (ROOT / "docs/machines.md").read_text()
 

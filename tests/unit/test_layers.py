@@ -84,7 +84,7 @@ def test_the_rule_catches_an_upward_import() -> None:
     assert violations("replay", "from dreamfleet.transport import Client") == []
 
 
-ROLES = ("actor", "learner", "replay", "logger", "env", "evaluator")
+ROLES = ("actor", "learner", "replay", "logger", "env")
 
 
 @pytest.mark.parametrize("role", ROLES)

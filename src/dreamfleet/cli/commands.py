@@ -379,10 +379,10 @@ def role(
             environment.
     """
     from dreamfleet.fleet.factories import factories
+    from dreamfleet.fleet.play import parallel_evaluator
     from dreamfleet.parallel import parallel_envs
     from dreamfleet.resuming import differences, with_changes
     from dreamfleet.roles.agent import parallel_agent
-    from dreamfleet.roles.evaluator import parallel_evaluator
     from dreamfleet.roles.logger import parallel_logger
     from dreamfleet.roles.replay import parallel_replay
     from dreamfleet.roles.runtime import end_signals
@@ -417,7 +417,7 @@ def role(
     elif name == "logger":
         parallel_logger(parts.make_logger, args)
     elif name == "evaluator":
-        parallel_evaluator(args)
+        parallel_evaluator(parts.make_env_eval, args)
     elif name == "agent":
         parallel_agent(parts.make_agent, args)
     elif number < args.actors:

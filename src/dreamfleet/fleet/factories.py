@@ -137,7 +137,7 @@ def replay(config: RunConfig, name: str, shard: int = 0) -> Replay:
 def _share(config: RunConfig, name: str, shard: int) -> Fraction:
     """How much of the capacity is for a shard: as much as it has of the run's environments, so that
     steps stay equally long in all of them."""
-    first, end = (0, config.envs) if name == "replay" else (config.envs, config.actor_envs)
+    first, end = (0, config.envs) if name == "replay" else (config.envs, config.all_envs)
     mine = len([n for n in range(first, end) if n % config.replay_shards == shard])
     # Of those that join, each shard gets as many as the others.
     others = name == "replay" and config.bind and (config.remote_envs or end < config.replay_shards)

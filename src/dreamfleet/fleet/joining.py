@@ -1,7 +1,7 @@
 """A machine that joins a run with its environments: what `dreamfleet join` does.
 
 It asks the run's supervisor every second what to run (`dreamfleet.fleet.nodes`), and starts and
-ends processes accordingly. It calls the supervisor, the actor and the evaluator only. What the
+ends processes accordingly. It calls the supervisor and the actors only. What the
 supervisor says about addresses goes into a registry of this machine's own, so that
 environments here find the actor as they do everywhere.
 """
@@ -73,7 +73,7 @@ _NO_ACTIONS = "the run sends no actions; 'dreamfleet status' says there what it 
 _PLACE_PREFIX = "dreamfleet-join-"
 _KEY = "join.key"  # not the name under which a run keeps its own
 _LOOKED_UP = "tcp://127.0.0.1:{auto}"
-_ROLE = re.compile(r"(actor|evaluator)(-[0-9]{1,4})?")
+_ROLE = re.compile(r"actor(-[0-9]{1,4})?")
 _REFUSED_KEY = "refused the key"
 _OTHER_KEY = "handshake failed"
 _LEAVING = "Leaving the run; once more ends at once."
@@ -232,7 +232,6 @@ class _Machine:
             envs_per_process=self._offer.envs_per_process or config.envs_per_process,
             # They are found in this machine's registry.
             actor_addr=_LOOKED_UP,
-            evaluator_addr=_LOOKED_UP,
         )
         self._probe_env(config, described.spaces)
         # One at whose port nothing listens may start later.

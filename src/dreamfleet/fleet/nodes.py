@@ -2,9 +2,9 @@
 
 A machine asks every second what to run (`poll`), with a random token. One that does not know the
 run's settings is told them. One that the run does not know, because it is new, was lost, or the run
-was resumed, joins with that. The answer lists workers as plain data, and where the actor and the
-evaluator listen. With each question the machine reports the health of its workers and how they
-ended. The supervisor restarts them by the same policy as its own workers.
+was resumed, joins with that. The answer lists workers as plain data, and where the actors listen.
+With each question the machine reports the health of its workers and how they ended. The supervisor
+restarts them by the same policy as its own workers.
 
 Environments are fenced by incarnations (`dreamfleet.roles.fences`), so a machine that comes back
 after its ids were given to another one cannot act in them any more.
@@ -40,12 +40,11 @@ from dreamfleet.fleet.record import MachineStatus
 from dreamfleet.fleet.supervisor import Supervisor
 from dreamfleet.metrics.timing import Rate
 from dreamfleet.roles.addresses import (
-    RoleName,
     listen_address,
     published_address,
     server_name,
 )
-from dreamfleet.roles.episodes import MOST_JOINED, groups_of
+from dreamfleet.roles.episodes import groups_of
 from dreamfleet.roles.fences import Fence, Fences, read_fences, write_fences
 from dreamfleet.roles.health import HealthRecord, Number
 from dreamfleet.roles.invitations import ROLE, hooks_of, invited
@@ -297,8 +296,7 @@ class JoinedNodes:
             self._newest = int(time.time())  # above all that count starts
             log.warning("%s", error)
         self._chunk_bytes = _chunk_bytes(run)
-        most_eval = MOST_JOINED if run.eval_every else MAX_ENVS
-        self._room = {False: _room(run, self._chunk_bytes), True: most_eval}
+        self._room = {False: _room(run, self._chunk_bytes), True: MAX_ENVS}
         self._description, self._host = _description(run), parse(address).host
         self._over = ""
         self._stop = threading.Event()
@@ -389,13 +387,14 @@ class JoinedNodes:
                 f"The policy of this run is made for {most} environments of a process at most: "
                 f"use --envs-per-process {most} or less."
             )
+        if run.eval_every and asked.eval_envs:
+            raise Refused("This run plays its evaluations itself (eval_every): use --envs only.")
         self._check_disk(asked.envs + asked.eval_envs)
         name = self._unused_name(asked.host)
         groups: dict[str, tuple[tuple[int, ...], bool]] = {}
         ids = self._free_ids(asked)
         for is_eval, own in ((False, ids[: asked.envs]), (True, ids[asked.envs :])):
-            actors = 1 if is_eval and run.eval_every else run.actors  # or the evaluator
-            for mine in groups_of(own, size, actors):
+            for mine in groups_of(own, size, run.actors):
                 groups[f"{name}/{'eval' if is_eval else 'env'}-{len(groups)}"] = (mine, is_eval)
         now = self._clock()
         return Machine(name, invitation, groups, now, now, self._start)
@@ -515,22 +514,19 @@ def metrics(machines: Iterable[MachineStatus]) -> dict[str, float]:
 
 
 def addresses(run: RunConfig, host: str) -> dict[str, str]:
-    """Where the roles listen that joined machines call. A host of `*` stands for the one by which
-    the machine has reached the run, which listens at `host`."""
-    called: list[tuple[RoleName, int]] = [("actor", index) for index in range(run.actors)]
-    if run.eval_every:
-        called.append(("evaluator", 0))
+    """Where the actors listen. A host of `*` stands for the one by which the machine has reached
+    the run, which listens at `host`."""
     found = {}
-    for role, index in called:
-        listen = listen_address(run, role, index)
-        address = published_address(run.logdir, role, index) if AUTO in listen else listen
+    for index in range(run.actors):
+        listen = listen_address(run, "actor", index)
+        address = published_address(run.logdir, "actor", index) if AUTO in listen else listen
         if not address:
             continue
         parsed = parse(address)
         if parsed.kind == "tcp":
             here = parsed.host in ("*", "0.0.0.0", "::", host)
             text = f"tcp://*:{parsed.port}" if here else parsed.text
-            found[server_name(role, index)] = text
+            found[server_name("actor", index)] = text
     return found
 
 

@@ -140,10 +140,9 @@ def replay_bytes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> flo
     """Bytes of the files of both replays when they are full, or when the run ends."""
     replay, needed = config.replay, 0.0
     step = step_bytes(config, obs_space, act_space)
-    # The evaluator's environments store nothing.
     for envs, capacity in (
         (config.envs, replay.capacity),
-        (config.actor_envs - config.envs, replay.evaluation_capacity),
+        (config.all_envs - config.envs, replay.evaluation_capacity),
     ):
         # Each environment has a file that is not full yet.
         collected = config.steps * envs / config.envs + envs * replay.chunk

@@ -69,6 +69,8 @@ class WorkerStatus:
     """None if it has no process of its own on the supervisor's machine."""
     seconds: float = 0.0
     """Since its last start."""
+    waiting: str = ""
+    """What it waits for; empty if it does not."""
 
 
 @dataclass(frozen=True)

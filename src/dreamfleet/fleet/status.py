@@ -29,10 +29,10 @@ from dreamfleet.fleet.record import (
     read_record,
     run_state,
 )
-from dreamfleet.fleet.stall import hanging
+from dreamfleet.fleet.stall import hanging, late_after, waits_for
 from dreamfleet.metrics.outputs.jsonl import JsonlTail, last_rows
-from dreamfleet.roles.health import read_health
-from dreamfleet.roles.logger import RECENT_EPISODES
+from dreamfleet.roles.health import HealthRecord, read_health
+from dreamfleet.roles.logger import RECENT_EPISODES, RECORD
 
 log = logging.getLogger(__name__)
 
@@ -127,19 +127,20 @@ class Watcher:
         config = self._read_config()
         if config is None:
             return None
-        scores, metrics = self._scores.read(), _newest_metrics(self._logdir / "metrics.jsonl")
+        scores, metrics = self._scores.read(), newest_metrics(self._logdir)
         step = metrics.get("step", 0)
         now, running = time.time(), state in UNDER_WAY
         known = record or FleetRecord(0, 0.0, "", "", now)
         saved = Checkpoint(config.checkpoints).saved_at() if running else None
-        workers = tuple(_worker(each, now if running else None) for each in known.workers)
-        folder = self._logdir / "workers"
-        health = [read_health(folder / each.name) for each in workers if each.state == "running"]
+        late = late_after(config.log_every)
+        found = [self._as_now(each, now, late) for each in known.workers] if running else []
+        workers = [each for each, _ in found] if running else map(_ended, known.workers)
+        slow = [health for _, health in found] if state == "running" else []
         left = (replace(each, state="left", steps_per_second=0.0) for each in known.machines)
         return RunStatus.of(
             known,
             config,
-            workers=workers,
+            workers=tuple(workers),
             state=state,
             responding=False,
             step=max(self._scores.last_step, int(step) if isinstance(step, int | float) else 0),
@@ -149,7 +150,7 @@ class Watcher:
             seconds=now - known.started if running else 0.0,
             seconds_left=None,
             waiting="",
-            hanging=hanging(health, config.env_timeout, now) if state == "running" else "",
+            hanging=hanging(slow, config.env_timeout, now),
             supervisor=None,
             checkpoint_age=None if saved is None else max(0.0, now - saved),
             machines=tuple(left),
@@ -163,12 +164,23 @@ class Watcher:
                 self._config, self._config_written = read_config(self._logdir), written
         return self._config
 
+    def _as_now(
+        self, worker: WorkerStatus, now: float, late: float
+    ) -> tuple[WorkerStatus, HealthRecord]:
+        """A worker as it is now, and its health record; the agent has a second one, its actor's."""
+        path = self._logdir / "workers" / worker.name
+        health = read_health(path) if worker.state == "running" else HealthRecord()
+        waiting = [waits_for(worker, health, now, late)]
+        if worker.role == "agent":
+            actor = read_health(path.with_name("actor"))
+            waiting.insert(0, waits_for(worker, actor, now, late, "actor"))
+        seconds = max(0.0, now - worker.started) if worker.pid else 0.0
+        text = "; ".join(filter(None, waiting))
+        return replace(worker, seconds=seconds, waiting=text), health
 
-def _worker(worker: WorkerStatus, now: float | None) -> WorkerStatus:
-    """A worker as it is now; as it ended, without `now`."""
-    if now is None:
-        return replace(worker, state="ended", pid=None, usage=None, seconds=0.0)
-    return replace(worker, seconds=max(0.0, now - worker.started) if worker.pid else 0.0)
+
+def _ended(worker: WorkerStatus) -> WorkerStatus:
+    return replace(worker, state="ended", pid=None, usage=None, seconds=0.0, waiting="")
 
 
 class _ScoreRow(msgspec.Struct):
@@ -216,14 +228,17 @@ class _ScoresReader:
             self._width *= 2
 
 
-def _newest_metrics(path: Path) -> dict[str, Any]:
-    """The newest text or finite number of every key in the last lines; empty if there is none."""
+def newest_metrics(logdir: Path) -> dict[str, Any]:
+    """The newest text or finite number of every key, as the logger recorded them; in a run of an
+    older version, those in the last lines of `metrics.jsonl`."""
+    newest: dict[str, Any] = {}
     try:
-        with path.open("rb") as file:
-            rows = last_rows(file, _METRICS_BYTES)
-    except FileNotFoundError:
-        return {}
-    newest = {key: value for row in rows for key, value in row.items()}
+        record = (logdir / "workers" / RECORD).read_bytes()
+        newest = msgspec.json.decode(record, type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError, RecursionError):
+        with suppress(FileNotFoundError), (logdir / "metrics.jsonl").open("rb") as file:
+            for row in last_rows(file, _METRICS_BYTES):
+                newest |= row
     return {key: value for key, value in newest.items() if isinstance(value, str) or _finite(value)}
 
 

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -27,8 +28,9 @@ from dreamfleet.fleet.record import (
 from dreamfleet.fleet.stall import idle_machines, late_after, why_still
 from dreamfleet.fleet.status import Watcher
 from dreamfleet.metrics.timing import Rate
-from dreamfleet.roles.addresses import find_server
-from dreamfleet.transport import Client, Future, TransportError
+from dreamfleet.roles.addresses import server_name
+from dreamfleet.roles.health import read_health
+from dreamfleet.roles.logger import RECORD
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +39,7 @@ _HANG_SECONDS = 10.0  # of a shared directory, at the end
 _SAMPLE_SECONDS = 5.0  # between two samples of the processes
 _RATE_SECONDS = 30.0
 _ACTOR_RATE = r"actor(-\d+)?/steps_per_second$"
-_ANSWER_SECONDS = 0.5
-_UNANSWERED_SECONDS = 5.0
+_SILENT_SECONDS = 5.0
 
 
 class StatusWriter:
@@ -58,14 +59,17 @@ class StatusWriter:
     ) -> None:
         self._logdir, self._record, self._machines = logdir, record, machines
         self._files = Watcher(logdir)
-        self._logger: _LoggerQuestions | None = None
+        self._logger = logdir / "workers" / RECORD
+        self._metrics: Mapping[str, Any] = {}
+        self._beat: tuple[int, int, float] = (0, 0, 0.0)  # of the logger, and when it was seen
         self._progress = _Progress()
         self._processes: dict[int, tuple[psutil.Process, float, ProcessUsage]] = {}
-        self._last: RunStatus | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)
 
     def __enter__(self) -> Self:
+        with suppress(OSError):
+            self._logger.unlink(missing_ok=True)  # that of the run before
         self._thread.start()
         return self
 
@@ -74,69 +78,73 @@ class StatusWriter:
         self._thread.join(_HANG_SECONDS)
 
     def _run(self) -> None:
-        self._write(ask=False)  # the workers, before the logger is asked
+        self._write()
         while not self._over.wait(_WRITE_SECONDS):
-            self._write(ask=True)
-        self.close()
-        self._write(ask=False)
+            self._write()
+        self._write()
 
-    def _write(self, *, ask: bool) -> None:
+    def _write(self) -> None:
         try:
-            record = self._record()
-            if record is None:
-                return
-            if ask:
-                self._last = self.look(record)
-            elif self._last is not None:
-                self._last = replace(
-                    self._last, workers=record.workers, state=record.state, events=record.events
-                )
-            write_record(self._logdir, self._last or record)
+            if (record := self._record()) is not None:
+                write_record(self._logdir, self.look(record) or record)
         except Exception as error:  # such as a full disk, which must not end the run
             log.warning("The status of the run cannot be written: %s", error)
 
-    def close(self) -> None:
-        if self._logger is not None:
-            self._logger.close()
-
-    def look(self, record: FleetRecord, patience: float = _ANSWER_SECONDS) -> RunStatus | None:
+    def look(self, record: FleetRecord) -> RunStatus | None:
         """What the run is doing; None as long as there is no configuration in its directory.
 
         Args:
             record: The supervisor and its workers.
-            patience: Seconds to wait for the logger; a later answer comes with the next look.
         """
-        found = self._files.derive(record, record.state)
-        if found is None:
-            return None
-        config, machines = found.config, self._machines()
-        logger = self._logger = self._logger or _LoggerQuestions(config)
-        logger.ask(patience)
-        # A logger that was just started does not know the step yet.
-        step = int(logger.metrics.get("step", 0)) or found.step
-        self._progress.add(time.monotonic(), step, logger.metrics)
-        rate = self._progress.rate
+        machines, now = self._machines(), time.monotonic()
+        responding = self._logger_responds(record, now)  # before its metrics are read
+        found = self._files.derive(replace(record, machines=machines), record.state)
+        if found is None or not found.running:
+            return found
+        config, folder = found.config, self._logdir / "workers"
+        agent = read_health(folder / "agent")
+        acts = "is compiling" not in agent.waiting  # else rates are those of before
+        if responding:  # else metrics may be those of the run before
+            self._metrics = found.metrics
+            rates = [v for k, v in found.metrics.items() if re.match(_ACTOR_RATE, k)]
+            self._progress.add(now, found.step, agent.steps, sum(rates) if acts else 0.0)
+        rate = self._progress.rate if acts else 0.0
         idle = idle_machines(machines) if record.state == "running" else ()
         # A thread of the supervisor has no process of its own.
         usages = [None if each.pid == record.pid else self._usage(each) for each in found.workers]
         status = replace(
             found,
             written=time.time(),
-            responding=logger.responding,
-            step=step,
-            metrics=logger.metrics,
+            responding=responding,
+            metrics=self._metrics,
             steps_per_second=rate,
-            seconds_left=_time_left(config, step, rate, found.seconds),
-            workers=tuple(map(_with_usage, found.workers, usages)),
+            seconds_left=_time_left(config, found.step, rate, found.seconds),
+            workers=tuple(
+                replace(each, usage=usage)
+                for each, usage in zip(found.workers, usages, strict=True)
+            ),
             supervisor=self._usage(record),
             machines=machines,
             hanging="; ".join(filter(None, [found.hanging, *idle])),
         )
-        moves = logger.responding and not self._progress.stands_still(config.log_every)
+        moves = responding and not self._progress.stands_still(config.log_every)
         if moves or status.state != "running":
             return status
-        silent = None if logger.responding else f"the logger does not respond{logger.error}"
-        return replace(status, waiting=why_still(status, self._progress.still_for, silent))
+        shards = range(config.replay_shards if config.remote_replay else 0)
+        elsewhere = [read_health(folder / server_name("replay", shard)) for shard in shards]
+        return replace(status, waiting=why_still(status, self._progress.still_for, elsewhere))
+
+    def _logger_responds(self, record: FleetRecord, now: float) -> bool:
+        """Whether the logger has replaced its record a short while ago. One that is a part of the
+        agent, in a serial run, may be busy."""
+        try:
+            written = self._logger.stat()
+        except OSError:
+            return False
+        if (beat := (written.st_ino, written.st_mtime_ns)) != self._beat[:2]:
+            self._beat = *beat, now
+        in_agent = not any(each.role == "logger" for each in record.workers)
+        return in_agent or now - self._beat[2] < _SILENT_SECONDS
 
     def _usage(self, of: WorkerStatus | FleetRecord) -> ProcessUsage | None:
         """What a process uses, sampled now and then; None if it is not on this machine."""
@@ -157,39 +165,6 @@ class StatusWriter:
             return None
 
 
-def _with_usage(worker: WorkerStatus, usage: ProcessUsage | None) -> WorkerStatus:
-    return replace(worker, usage=usage)
-
-
-class _LoggerQuestions:
-    """Asks the logger how the run is doing, without waiting for long."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self._client = Client(find_server(config, "logger"), "watcher", keys=config.run_keys)
-        self._question: Future | None = None
-        self._asked = 0.0
-        self.metrics: dict[str, Any] = {}
-        self.responding = False
-        self.error = ""
-
-    def ask(self, patience: float) -> None:
-        """A question that was not answered yet is not asked again."""
-        try:
-            if self._question is None:
-                self._question, self._asked = self._client.status(), time.monotonic()
-            if self._question.wait(patience):
-                question, self._question = self._question, None
-                self.metrics, self.responding, self.error = question.result(), True, ""
-            elif time.monotonic() - self._asked > _UNANSWERED_SECONDS:
-                self.responding = False
-        except TransportError as error:
-            self._question, self.responding = None, False
-            self.error = f": {str(error).rstrip('.')}"
-
-    def close(self) -> None:
-        self._client.close(0.0)  # a question that was not sent is dropped
-
-
 class _Progress:
     """How fast a run makes steps, and whether it stands still."""
 
@@ -198,13 +173,12 @@ class _Progress:
         self._steps = Rate(_RATE_SECONDS)
         self._step = 0
         self._step_since = self._updates_since = -inf
-        self._updates: float | None = None
+        self._updates, self._reported = 0, 0.0
         self._moved = False
-        self._metrics: Mapping[str, Any] = {}
 
-    def add(self, now: float, step: int, metrics: Mapping[str, Any]) -> None:
+    def add(self, now: float, step: int, updates: int, reported: float = 0.0) -> None:
+        """Take how many steps and updates there are, and the steps a second that actors report."""
         first = self._step_since == -inf
-        updates = metrics.get("learner/updates")
         if first or step != self._step:
             self._moved = not first
             self._step_since = now
@@ -213,16 +187,12 @@ class _Progress:
         if not step:  # what was before the first step does not count
             self._steps = Rate(_RATE_SECONDS)
         self._steps.add(now, step)
-        self._now, self._step, self._updates, self._metrics = now, step, updates, metrics
+        self._now, self._step, self._updates, self._reported = now, step, updates, reported
 
     @property
     def rate(self) -> float:
-        """Steps a second over the last while; before that is known, what the actor reported."""
-        if str(self._metrics.get("learner/state", "")).startswith("compiling"):
-            return 0.0  # whatever was reported before
-        if self._steps.seconds < 1.0:
-            return float(sum(v for k, v in self._metrics.items() if re.match(_ACTOR_RATE, k)))
-        return self._steps.value
+        """Steps a second over the last while; before that is known, what actors reported."""
+        return self._reported if self._steps.seconds < 1.0 else self._steps.value
 
     @property
     def still_for(self) -> float:
@@ -232,15 +202,14 @@ class _Progress:
     def stands_still(self, log_every: float) -> bool:
         """Whether there were no steps, or no updates, for a while.
 
-        Steps are reported at once, or, without environments, every `log_every` seconds. Updates are
-        reported every `log_every` seconds, and start long after the first steps.
+        Steps are reported at once, or, without environments, every `log_every` seconds. Updates
+        start long after the first steps.
         """
         if self._now - self._step_since > 1.5 * log_every:
             return True
         if not self._moved and self.rate == 0:  # nothing else is known at the first looks
             return True
-        silence = float(self._metrics.get("learner/silence", 0.0))
-        return max(silence, self._now - self._updates_since) > late_after(log_every)
+        return self._now - self._updates_since > late_after(log_every)
 
 
 def _time_left(config: RunConfig, step: int, rate: float, seconds: float) -> float | None:

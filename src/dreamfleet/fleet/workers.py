@@ -13,11 +13,11 @@ from typing import Any
 
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.launchers import ONE_THREAD, RestartPolicy, Role, Worker
+from dreamfleet.fleet.play import parallel_evaluator
 from dreamfleet.roles.addresses import server_name
 from dreamfleet.roles.agent import parallel_agent
 from dreamfleet.roles.env import parallel_env
 from dreamfleet.roles.episodes import groups_of
-from dreamfleet.roles.evaluator import parallel_evaluator
 from dreamfleet.roles.health import health_path
 from dreamfleet.roles.logger import parallel_logger
 from dreamfleet.roles.replay import parallel_replay
@@ -47,9 +47,9 @@ def fleet_workers(make: Factories, args: RunConfig) -> list[Worker]:
         act = partial(parallel_remote_actor, make.make_agent, index, args)
         workers.append(_worker(server_name("actor", index), act, args, {**ONE_THREAD, **_NO_GPU}))
     if args.eval_every:
-        workers.append(_worker("evaluator", partial(parallel_evaluator, args), args, _NO_GPU))
+        play = partial(parallel_evaluator, make.make_env_eval, args)
+        workers.append(_worker("evaluator", play, args, _NO_GPU))
     if in_turns:  # the agent's worker is all of the others
-        workers += env_workers(*envs, args, range(args.actor_envs, args.all_envs))
         return workers
     if not args.remote_envs and not args.offline:
         workers += env_workers(*envs, args)
@@ -95,8 +95,7 @@ def env_workers(
     workers = []
     for is_eval, make in ((False, make_train), (True, make_eval)):
         ids = [n for n in range(args.all_envs) if n in wanted and (n >= args.envs) == is_eval]
-        actors = 1 if is_eval and args.eval_every else args.actors  # or the evaluator
-        groups = groups_of(ids, args.envs_per_process, actors)
+        groups = groups_of(ids, args.envs_per_process, args.actors)
         workers += [env_worker(make, mine, args, is_eval) for mine in groups]
     return workers
 
@@ -113,11 +112,6 @@ def env_worker(
     function = partial(parallel_env, make, ids, args, is_eval, **more)
     worker = _worker(f"env-{ids[0]}", function, args)
     return replace(worker, name=name or worker.name)
-
-
-def eval_workers(make: Factory, groups: Sequence[Sequence[int]], args: RunConfig) -> list[Worker]:
-    """Workers for the environments of an evaluation, which are no part of a run."""
-    return [env_worker(make, ids, args, True, f"eval-{ids[0]}", in_run=False) for ids in groups]
 
 
 def worker_names(args: RunConfig) -> list[str]:

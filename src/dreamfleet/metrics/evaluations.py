@@ -12,9 +12,10 @@ import numpy as np
 
 from dreamfleet.metrics.aggregate import Aggregate
 from dreamfleet.metrics.episodes import Episode
-from dreamfleet.metrics.outputs.jsonl import append_row
+from dreamfleet.metrics.outputs.jsonl import append_row, last_rows
 
 FILE_NAME = "evaluations.jsonl"
+_NEWEST_BYTES = 1 << 20
 PREFIX = "eval"
 """Names of metrics of evaluation episodes start with it."""
 
@@ -138,6 +139,18 @@ def evaluation_from(row: Mapping[str, Any]) -> Evaluation:
 def append_evaluation(logdir: Path, result: Evaluation, **more: Any) -> None:
     """Add a line about a result to the run's `evaluations.jsonl`."""
     append_row(logdir / FILE_NAME, {**result.record(), **more})
+
+
+def recorded_round(logdir: Path, step: int) -> dict[str, Any] | None:
+    """The line about the round of evaluation with the checkpoint of this step; None if it has none
+    yet."""
+    try:
+        with (logdir / FILE_NAME).open("rb") as file:
+            rows = last_rows(file, _NEWEST_BYTES)
+    except FileNotFoundError:
+        return None
+    found = [row for row in rows if (row.get("kind"), row.get("step")) == ("round", step)]
+    return found[-1] if found else None
 
 
 def last_line(text: str) -> str:

@@ -26,7 +26,7 @@ from dreamfleet.config import RunConfig
 from dreamfleet.roles.addresses import listen_address, publish_address, server_name
 from dreamfleet.roles.checks import ObservationCheck, Owners, check_acting, observed
 from dreamfleet.roles.fences import ids_of
-from dreamfleet.roles.health import STARTED, health_path
+from dreamfleet.roles.health import STARTED, Health, health_path
 from dreamfleet.roles.invitations import hooks_of, invited
 from dreamfleet.roles.logger_client import LoggerClient, video_env
 from dreamfleet.roles.policy_batches import Carries, padded_policy, policy_sizes
@@ -163,6 +163,7 @@ class Actor:
         self._logged: deque[Future] = deque()
         self._previous = (time.monotonic(), 0.0, 0.0)
         self._failures = EnvFailures()
+        self._health = Health(health_path(args, server_name("actor", index)))
         self.gone: Callable[[list[int]], list[int]] = lambda _: []
         """Those of some environments that have no connection any more."""
         self._forgotten: deque[int] = deque()  # carries that are, and episodes that are to be
@@ -329,24 +330,14 @@ class Actor:
             count = len(self._carries)
         with suppress(Closed):  # the run ends without the logger
             self._logger.wait_any((), 0.0)  # what it has answered is not in flight any more
-        logger = self._logger.stats()
+        logger, replay, stats = self._logger.stats(), self._replay.stats(), server.stats()
+        self._health.waits(self._waits_for(idle, int(stats["act/waiting"]), replay, held))
         if logger["inflight"] >= _LOGGED_IN_FLIGHT:
             return  # metrics are not worth a wait for a logger that is away
-        replay = self._replay.stats()
-        stats = server.stats()
         then, items, batches = self._previous
         now = time.monotonic()
         self._previous = now, stats["act/items"], stats["act/batches"]
         self._progress.env_failures = self._failures.total, stats["act/items"]
-        reasons = []
-        observations = int(stats["act/waiting"])
-        if not held:
-            reasons += [waits_for(self._args, idle, observations, replay, self._index)]
-        elif not self._index and not self._progress.pretraining:  # which knows of the others
-            reasons += [
-                f"the run begins when {self._args.expect_envs} environments are there "
-                f"(expect_envs): {self._progress.present} are"
-            ]
         metrics: dict[str, Any] = {
             "steps_per_second": (stats["act/items"] - items) / (now - then),
             "batches_per_second": (stats["act/batches"] - batches) / (now - then),
@@ -358,7 +349,6 @@ class Actor:
             **{f"replay_client/{k}": v for k, v in replay.items()},
             **{f"logger_client/{k}": v for k, v in logger.items()},
             **self._more_metrics(),
-            "waiting": "; ".join(filter(None, reasons)),
         }
         name = server_name("actor", self._index)
         metrics = {f"{name}/{key}": value for key, value in metrics.items()}
@@ -369,6 +359,18 @@ class Actor:
             metrics["env/failures"] = float(total)
             metrics["env/failures_per_1000_steps"] = 1000 * total / max(steps, 1.0)
         self._logger.call("add", self._progress.step, metrics)
+
+    def _waits_for(
+        self, idle: Mapping[int, float], observations: int, replay: Mapping[str, float], held: bool
+    ) -> str:
+        if not held:
+            return waits_for(self._args, idle, observations, replay, self._index)
+        if self._index or self._progress.pretraining:  # the first actor knows of the others
+            return ""
+        return (
+            f"the run begins when {self._args.expect_envs} environments are there (expect_envs): "
+            f"{self._progress.present} are"
+        )
 
 
 @dataclass(frozen=True, slots=True)

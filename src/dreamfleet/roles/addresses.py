@@ -23,8 +23,8 @@ from dreamfleet.config import RunConfig
 from dreamfleet.files import atomic_write
 from dreamfleet.transport.address import AUTO, is_unused, parse
 
-RoleName = Literal["actor", "learner", "replay", "logger", "evaluator"]
-SERVERS: tuple[RoleName, ...] = ("actor", "learner", "replay", "logger", "evaluator")
+RoleName = Literal["actor", "learner", "replay", "logger"]
+SERVERS: tuple[RoleName, ...] = ("actor", "learner", "replay", "logger")
 """The roles that others connect to."""
 
 

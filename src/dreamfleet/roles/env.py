@@ -82,18 +82,14 @@ def parallel_env(
     with user_code:
         make = unpack(make_env)
     watchdog = Watchdog(args.env_timeout)
-    # Rounds of evaluation step all environments together.
-    in_rounds = is_eval and bool(args.eval_every or not in_run)
-    count = 1 if in_rounds else args.env_lanes
+    count = args.env_lanes if in_run else 1  # an evaluation steps all environments together
     lanes = make_lanes(make, ids, args, health, watchdog, is_eval, count, in_run, incarnation)
     envs = [env for lane in lanes for env in lane.envs]
     for env in envs:
         env.build()
     watchdog.pause()
-    if is_eval and args.eval_every:
-        server = find_server(args, "evaluator")
-    else:  # `env_workers` puts those of one actor together
-        server = find_server(args, "actor", ids[0] % args.actors)
+    # `env_workers` puts those of one actor together.
+    server = find_server(args, "actor", ids[0] % args.actors)
     with Client(server, f"env-{ids[0]}", len(lanes), keys=args.run_keys) as client:
         close_when_stopped(client)
         try:

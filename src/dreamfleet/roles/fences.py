@@ -1,7 +1,7 @@
 """Which environments may act: the run's own, and those of joined machines in `nodes.json`.
 
 Each start of a worker on a joined machine gets an incarnation, a number that is never used again in
-the run. Its environments send it with their ids. The actor and the evaluator take those that the
+the run. Its environments send it with their ids. The actors take those that the
 file names, and a newer incarnation of an environment takes the place of an older one. So no two
 environments of one id act, after a cut link, a killed supervisor or a reused id, and no clocks are
 compared.
@@ -94,18 +94,13 @@ class FenceReader:
 
     def __init__(self, logdir: Path) -> None:
         self._logdir = logdir
-        # All at once: several threads ask.
-        self._known: tuple[Any, dict[int, Fence], dict[tuple[int, ...], str]] = (None, {}, {})
+        self._known: tuple[Any, dict[int, Fence]] = (None, {})  # all at once: several threads ask
 
     def of(self, envid: int) -> Fence | None:
         """What an environment may act by."""
-        return self._read()[1].get(envid)
+        return self._read().get(envid)
 
-    def groups(self) -> dict[tuple[int, ...], str]:
-        """The evaluation environments of each process, and its incarnation."""
-        return self._read()[2]
-
-    def _read(self) -> tuple[Any, dict[int, Fence], dict[tuple[int, ...], str]]:
+    def _read(self) -> dict[int, Fence]:
         try:
             status = (self._logdir / FILE_NAME).stat()
             written = status.st_mtime_ns, status.st_ino
@@ -117,7 +112,5 @@ class FenceReader:
             except (OSError, ValueError) as error:
                 log.warning("No joined machine acts: %s", error)
                 workers = ()
-            by_id = {envid: each for each in workers for envid in each.ids}
-            groups = {each.ids: str(each.incarnation) for each in workers if each.is_eval}
-            self._known = written, by_id, groups
-        return self._known
+            self._known = written, {envid: each for each in workers for envid in each.ids}
+        return self._known[1]

@@ -1,8 +1,8 @@
 """The health record of a worker: a small mapped file in the run's directory.
 
-It holds progress, failures, and what the worker does with which environment since when. An entry is
-a store into memory, so it may be made at every step, and the file can be read while the worker is
-stuck in code that lets no other thread run.
+It holds progress, failures, what the worker waits for, and what it does with which environment
+since when. An entry is a store into memory, so it may be made at every step, and the file can be
+read while the worker is stuck in code that lets no other thread run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STARTED = "began"
 _DOING: tuple[Doing, ...] = ("waiting", "building", "resetting", "stepping", "closing")
 
 _NOT_FINITE = 2  # in the place of `final`
-_TEXT_BYTES = 8192
+_TEXT_BYTES, _WAITING_BYTES = 8192, 1024
 _LINE_LENGTH = 1000
 
 
@@ -37,8 +37,9 @@ class _Layout(ctypes.LittleEndianStructure):
         *((name, ctypes.c_int64) for name in ("progress", "failures", "final", "doing", "envid")),
         ("since", ctypes.c_double),
         ("steps", ctypes.c_int64),
-        ("spare", ctypes.c_int64),
+        ("reported", ctypes.c_double),
         ("text", ctypes.c_char * _TEXT_BYTES),
+        ("waiting", ctypes.c_char * _WAITING_BYTES),
     )
 
 
@@ -55,7 +56,7 @@ class HealthRecord:
     failures: Number = 0
     """Environments that failed and were built or reset again, in the life of the run."""
     steps: Number = 0
-    """Environment steps, in the life of the run."""
+    """Environment steps, or updates of a learner, in the life of the run."""
     final: bool = False
     """Whether the worker ended because another start would not help."""
     not_finite: bool = False
@@ -70,6 +71,10 @@ class HealthRecord:
     """The last failure, one line."""
     traceback: Annotated[str, Meta(max_length=_TEXT_BYTES)] = ""
     """Its traceback; only the end of a long one."""
+    waiting: Annotated[str, Meta(max_length=_WAITING_BYTES)] = ""
+    """What it waits for, without a period; empty if it does not wait."""
+    reported: float = 0.0
+    """Unix time at which it said so; 0 if it has not since it was started."""
 
 
 def health_path(args: RunConfig, worker: str) -> Path:
@@ -95,6 +100,8 @@ def read_health(path: Path) -> HealthRecord:
         since=found.since,
         error=error,
         traceback=trace,
+        waiting=found.waiting.decode(errors="replace"),
+        reported=found.reported,
     )
 
 
@@ -107,14 +114,19 @@ class Health:
 
     def __init__(self, path: Path | None = None) -> None:
         self._record = _Layout.from_buffer(_map(path))
-        self._record.final = self._record.doing = 0
+        self._record.final = self._record.doing = self._record.reported = 0
 
     def progress(self) -> None:
         """Record progress."""
         self._record.progress += 1
 
+    def waits(self, what: str = "") -> None:
+        """Record what this worker waits for, if it waits; called every `log_every` seconds."""
+        self._record.waiting = what.rstrip(".").encode()[: _WAITING_BYTES - 1]
+        self._record.reported = time.time()
+
     def stepped(self, count: int) -> None:
-        """Record environment steps."""
+        """Record environment steps, or updates."""
         self._record.steps += count
 
     def failed(self, line: str, error: BaseException | None = None) -> None:

@@ -41,14 +41,12 @@ log = logging.getLogger(__name__)
 EARLY_SECONDS = 60.0
 """After the first update: when the first checkpoint is due. Later ones follow after longer and
 longer times, up to `save_every`."""
-_STATE_SECONDS = 2.0
-_ENOUGH_DATA = "waiting for enough data to train on"
-_UNKNOWN_STEP = -1  # for the logger, before the replay has said where the run is
 _CONFIRM_SECONDS = 0.02  # between two looks whether all steps are confirmed
 _BATCH_SECONDS = 0.1  # after which a learner without a batch does what else is due
 _FLUSH_SECONDS = 5.0
 _COMPILING = (
-    "compiling the agent; the first time takes 20 s with a small model and minutes with a large one"
+    "the learner is compiling the agent; the first time takes 20 s with a small model and minutes "
+    "with a large one"
 )
 _TRACE_FROM, _TRACED = 5, 5
 """Updates before those of which the agent writes a profile, and how many these are."""
@@ -112,6 +110,7 @@ class Learner:
     ) -> None:
         self._agent, self._args, self._progress = agent, args, progress
         self._saver, self._updates, self._logger = saver, updates, logger
+        self._health = saver.health
         self._sync = sync or Sync()
         self.publish: Callable[[], None] = lambda: None
         """Offers the parameters to actors in other processes."""
@@ -170,6 +169,7 @@ class Learner:
                 self._carry = self._agent.init_train(self._args.host_batch)
             self._carry, outs, metrics = self._agent.train(self._carry, batch)
             self._saver.updates += 1
+            self._health.stepped(1)
             if self._args.offline:
                 self._progress.advance(1)
             # Reading results waits for them: those of the step before are done by now, while this
@@ -198,10 +198,10 @@ class Learner:
 
     def restore(self) -> None:
         """Wait for the replay, and go on from the newest checkpoint."""
-        self._show("learner/state", "waiting for the replay", step=_UNKNOWN_STEP)
+        self._health.waits("the learner waits for the replay")
         restored = self._saver.restore()
         log.info("The agent is %s", restored)
-        self._show("learner/start", restored)
+        self._logger.add(self._progress.step, {"learner/start": restored})
 
     def prepare(self) -> bool:
         """Compile what is needed to act; returns whether the rest is still to be compiled.
@@ -223,9 +223,8 @@ class Learner:
             if before:  # a run that has begun does not make them again
                 self._saver.save(wait=False)
             return False
+        self._report_health()
         try:
-            if not before:
-                self._show("learner/state", f"making {left} updates before it acts (pretrain)")
             if not self._updates.grant(left * args.host_batch).result():
                 self._saver.give_up()
                 raise ConfigError(
@@ -239,7 +238,7 @@ class Learner:
     def compile(self, *, policy: bool = True) -> None:
         """Get ready to train, and to act if the `policy` is not ready yet."""
         if not self._progress.finished.is_set() or self._owed(self._progress.step):
-            self._show("learner/state", _COMPILING)
+            self._health.waits(_COMPILING)
             try:
                 self._agent.compile(
                     batch_size=self._args.host_batch,
@@ -251,29 +250,33 @@ class Learner:
                 self._saver.give_up()
                 raise
             if needed := memory(self._agent):
-                self._show("learner/memory", _memory_in_words(needed))
-        self._show("learner/state", _ENOUGH_DATA)
+                text = _memory_in_words(needed)
+                self._logger.add(self._progress.step, {"learner/memory": text})
+        self._report_health()
         self._since = (time.monotonic(), self._saver.updates, self._progress.step)
 
-    def _show(self, key: str, text: str, step: int | None = None) -> None:
-        """Send a text for the person at once, if the logger is there to pass it on."""
-        at = self._progress.step if step is None else step
-        self._logger.add(at, {key: text}).wait(_STATE_SECONDS)
+    def _report_health(self, *, waiting: bool = False) -> None:
+        """Record what the run waits for, as far as the learner knows."""
+        made, text = self._saver.updates, ""
+        if self._progress.pretraining:
+            of = f"{made} of {self._args.pretrain}"
+            text = f"the learner has made {of} updates before the run acts (pretrain)"
+        elif self._ending and self.updates_left():
+            text = f"the learner makes the last {self.updates_left()} updates (train_ratio)"
+        elif waiting:
+            text = "the learner waits for a batch from the replay"
+        self._health.waits(text)
 
     def _await_hosts(self) -> None:
         """Wait until all hosts have compiled."""
-        waited = False
 
         def on_wait(missing: list[int]) -> None:
-            nonlocal waited
-            waited = True
             names = " and ".join(f"host {index}" for index in missing)
             verb = "is" if len(missing) == 1 else "are"
-            self._show("learner/state", f"waiting for {names}, which {verb} compiling")
+            self._health.waits(f"the learner waits for {names}, which {verb} compiling")
 
         self._sync.gather("compiled", {}, on_wait)
-        if waited:
-            self._show("learner/state", _ENOUGH_DATA)
+        self._report_health()
 
     def _poll_pretraining(self, *, waiting: bool) -> None:
         if waiting or self._saver.updates >= self._args.pretrain:
@@ -353,9 +356,7 @@ class Learner:
         make as many as the one that owes most; they may have different numbers of environments."""
         self._ending = True
         self._needed = self._saver.updates + self._sync.most("owed", self._owed(steps))
-        if self.updates_left():
-            text = f"making the last {self.updates_left()} updates (train_ratio)"
-            self._logger.add(steps, {"learner/state": text})
+        self._report_health()
 
     def updates_left(self) -> int:
         """How many updates are to be made before a run that is complete is saved."""
@@ -420,6 +421,7 @@ class Learner:
 
     def log(self, *, waiting: bool = False) -> None:
         """Tell the logger how learning is doing, which may be `waiting` for a batch."""
+        self._report_health(waiting=waiting)
         if self._args.actors > 1:
             self._saver.recount()
         now, updates, steps = time.monotonic(), self._saver.updates, self._progress.step
@@ -441,12 +443,6 @@ class Learner:
             **{f"learner/usage/{key}": value for key, value in self._usage.stats().items()},
             **{f"actor/{key}": value for key, value in self._agent.metrics().items()},
         }
-        if updates:
-            waits = "waiting for a batch from the replay"
-            metrics["learner/state"] = waits if waiting else "training"
-            if self._progress.pretraining:
-                made = f"{updates} of {self._args.pretrain} updates before it acts (pretrain)"
-                metrics["learner/state"] = f"making {made}"
         self._logger.add(steps, _sendable(metrics))
 
     def report(self) -> None:

@@ -12,12 +12,13 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
-from dreamfleet.files import COUNTER_WORDS, DurableCounters, map_words
+from dreamfleet.files import COUNTER_WORDS, DurableCounters, atomic_write, map_words
 from dreamfleet.metrics import (
     Aggregate,
     Episode,
@@ -28,8 +29,9 @@ from dreamfleet.metrics import (
     kind_of,
 )
 from dreamfleet.metrics.evaluations import Evaluation, append_evaluation
+from dreamfleet.metrics.outputs.base import EVAL_STEP
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
-from dreamfleet.roles.checks import Count, Step, Steps
+from dreamfleet.roles.checks import Count, Step, require
 from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.logger_client import video_env
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
@@ -37,6 +39,8 @@ from dreamfleet.transport import Client, Future, Server, TransportError
 
 log = logging.getLogger(__name__)
 
+RECORD, RECORD_SECONDS = "logger.json", 1.0
+"""Among the health records: the logger's `status`, and how often it is written."""
 RECENT_EPISODES = 20
 """Episodes whose mean is the score of a run."""
 _UNKNOWN = -1
@@ -57,7 +61,7 @@ def parallel_logger(make_logger: Factory, args: RunConfig) -> None:
     logger = Logger(unpack(make_logger)(), args)
     server = Server(listen_address(args, "logger"), "logger", keys=args.server_keys)
     bind(server, logger)
-    should_write = LocalClock(args.log_every)
+    should_write, should_record = LocalClock(args.log_every), LocalClock(RECORD_SECONDS, first=True)
     with ExitStack() as stack:
         replays = {
             shard: stack.enter_context(
@@ -74,6 +78,8 @@ def parallel_logger(make_logger: Factory, args: RunConfig) -> None:
         stack.enter_context(server)
         publish_address(args, "logger", server.address)
         while not stop.wait(min(args.log_every, _POLL_SECONDS)):
+            if should_record():
+                logger.record()
             scores.poll()
             if should_write():
                 logger.write()
@@ -85,10 +91,8 @@ def bind(server: Server, logger: Logger) -> None:
     """Offer the methods of a logger."""
     server.bind("tran", logger.tran, repeatable=True, roles=("agent",))
     server.bind("gone", logger.gone, repeatable=True, roles=("agent",))
-    server.bind("add", logger.add, repeatable=True, roles=("agent", "replay"))
-    server.bind("evaluated", logger.evaluated, repeatable=True, roles=("evaluator",))
-    everybody_else = ("agent", "replay", "evaluator", "watcher")
-    server.bind("status", logger.status, repeatable=True, roles=everybody_else)
+    server.bind("add", logger.add, repeatable=True, roles=("agent", "replay", "evaluator"))
+    server.bind("status", logger.status, repeatable=True, roles=("agent",))
 
 
 class ScoreReader:
@@ -147,7 +151,6 @@ class Logger:
         self._by_evaluation = bool(args.eval_envs or args.eval_every)
         self._enough = 1 if args.eval_every else RECENT_EPISODES  # a round is one mean
         self._newest: dict[str, float | str] = {}
-        self._reported: dict[str, float] = {}  # when each role last reported
         self._taken: dict[str, int] = {}  # the newest message of each source
         # The newest step that metrics were written with: a logger that is started again goes on
         # from there. It goes with the run's other counts.
@@ -155,7 +158,7 @@ class Logger:
         self._written = DurableCounters(np.frombuffer(self._map, "<u8"))
         step = self._written.values[0]
         self._step = _UNKNOWN if step is None else step
-        self._health = Health(health_path(args, "logger"))
+        self.health = Health(health_path(args, "logger"))
 
     @property
     def step(self) -> int:
@@ -291,42 +294,41 @@ class Logger:
         return float(np.mean(judged)) >= self._target
 
     def add(self, step: Step, metrics: dict[str, Any], source: str = "", number: Count = 0) -> None:
-        """Write metrics; a negative step stands for the newest one known."""
+        """Write metrics at the newest step known, which a negative one stands for; those of a round
+        of evaluation at the step at which it began."""
+        score = metrics.get("eval/score", 0.0)
+        require(kind_of(score) == "scalar", "eval/score has to be a number.")
         with self._lock:
             if not self._is_new(source, number):
                 return
             self._advance(step)
-            self._reported |= dict.fromkeys((k.split("/")[0] for k in metrics), time.monotonic())
             self._newest |= {k: v for k, v in metrics.items() if kind_of(v) in ("scalar", "text")}
-            if self._step != _UNKNOWN:  # else it is not known yet how far the run is
+            if EVAL_STEP in metrics:
+                self._output.write(step, metrics)
+                if "eval/score" in metrics:  # else all of its episodes failed
+                    self._recent_eval = deque([float(metrics["eval/score"])], RECENT_EPISODES)
+            elif self._step != _UNKNOWN:  # else it is not known yet how far the run is
                 self._output.write(self._step, metrics)
 
-    def evaluated(
-        self, step: Steps, metrics: dict[str, float], source: str = "", number: Count = 0
-    ) -> None:
-        """Take the result of a round of evaluation, with the step at which it began."""
-        with self._lock:
-            if not self._is_new(source, number):
-                return
-            self._newest |= metrics
-            if "eval/score" in metrics:  # else all of its episodes failed
-                self._recent_eval.clear()
-                self._recent_eval.append(metrics["eval/score"])
-            self._output.write(step, metrics)
-
     def status(self) -> dict[str, Any]:
-        """The step, the score of recent episodes, the newest metrics, and for how many seconds each
-        role has not reported (`ROLE/silence`)."""
+        """The step, the score of recent episodes, and the newest metrics."""
         with self._lock:
-            now = time.monotonic()
             return {
                 **self._newest,
                 "step": max(0, self._step),
                 "score": float(np.mean(self._recent)) if self._recent else None,
                 "eval_score": float(np.mean(self._recent_eval)) if self._recent_eval else None,
                 **self._train.stats(),
-                **{f"{role}/silence": now - then for role, then in self._reported.items()},
             }
+
+    def record(self) -> None:
+        """Write the status to a file that the supervisor and all displays read."""
+        self.health.waits()
+        status = msgspec.json.encode(self.status(), enc_hook=float)
+        try:
+            atomic_write(health_path(self._args, RECORD), status)
+        except OSError as error:
+            log.warning("The status of the logger cannot be written: %s", error)
 
     def write(self) -> None:
         """Write what was aggregated about episodes."""
@@ -340,10 +342,11 @@ class Logger:
                     metrics |= {f"{name}/{key}": value for key, value in counts.items()}
             self._output.write(self._step, metrics)
             self._output.flush()
-            self._health.progress()
+            self.health.progress()
 
     def close(self) -> None:
         self.write()
+        self.record()
         self._output.close()
         for file in self._scores.values():
             file.close()

@@ -14,7 +14,7 @@ from dreamfleet.transport import Client, Closed, Future
 
 log = logging.getLogger(__name__)
 
-_NUMBERED = ("tran", "gone", "add", "evaluated")
+_NUMBERED = ("tran", "gone", "add")
 
 
 class LoggerClient(Client):

@@ -14,8 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from hashlib import blake2b
-from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
@@ -24,7 +22,6 @@ from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
-from dreamfleet.files import atomic_write
 from dreamfleet.metrics import Usage
 from dreamfleet.offline import copy_steps, nothing_to_learn_from
 from dreamfleet.replay import (
@@ -32,7 +29,6 @@ from dreamfleet.replay import (
     NotEnoughDataError,
     Replay,
     ReplayClosedError,
-    ReplayError,
     SamplesPerInsert,
     SchemaError,
     Split,
@@ -60,7 +56,6 @@ from dreamfleet.transport import (
     TransportError,
     Unanswered,
 )
-from dreamfleet.transport.codec import encode
 
 log = logging.getLogger(__name__)
 
@@ -138,9 +133,10 @@ def parallel_replay(
         service.attach(others)
         while not stop.wait(args.log_every):
             try:
+                report = service.report(others)
                 logger.wait_any((), 0.0)  # what it has answered is not in flight any more
                 if logger.stats()["inflight"] < _IN_FLIGHT:  # or metrics would wait, and the end
-                    logger.add(-1, service.report(others))
+                    logger.add(-1, report)
             except TransportError as error:
                 log.warning("The replay's metrics are lost: %s", error)
             if should_save():
@@ -159,14 +155,13 @@ def bind(server: Server, service: ReplayService, args: RunConfig) -> None:
         return server.between_calls(lambda: server.connected(connection))
 
     checks = ReplayChecks(args, connected)
-    suspect = args.logdir / "ckpt" / server.name / "suspect"
 
     def offer(role: str, workers: int, **methods: Callable[..., Any]) -> None:
         for name, method in methods.items():
             checked: Callable[..., Any] = getattr(checks, name, lambda unchecked: unchecked)
             server.bind(
                 name,
-                checked(_or_end(method, suspect)),
+                checked(_or_end(method)),
                 workers=workers,
                 repeatable=True,
                 roles=(role,),
@@ -200,17 +195,11 @@ def bind(server: Server, service: ReplayService, args: RunConfig) -> None:
         offer("replay", 2 * args.replay_shards, inserted=lead.inserted)
 
 
-def _or_end(method: Callable[..., Any], suspect: Path) -> Callable[..., Any]:
-    """The method, which ends the process when it fails and that is not its caller's fault.
-
-    The call is left to the replay's successor. If that fails of the same call, what the call holds
-    is to blame: the caller is told, and it is not sent a second time.
+def _or_end(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, which ends the process when it fails and that is not its caller's fault. The call
+    is left to the replay's successor; a client gives one up of which several servers have died.
 
     In a thread of a larger process the caller is told instead, and nothing ends.
-
-    Args:
-        method: What others call.
-        suspect: The file that keeps, from one life to the next, which call failed.
     """
     if threading.current_thread() is not threading.main_thread():
         return method
@@ -228,28 +217,9 @@ def _or_end(method: Callable[..., Any], suspect: Path) -> Callable[..., Any]:
             if not _ending.is_set():
                 _ending.set()
                 threading.Timer(_REPLY_SECONDS, _end).start()
-            if isinstance(error, (ReplayError, OSError, MemoryError)) or _is_new(args, suspect):
-                raise Unanswered("The replay has failed.") from error
-            raise
+            raise Unanswered("The replay has failed.") from error
 
     return guarded
-
-
-def _is_new(args: tuple[Any, ...], suspect: Path) -> bool:
-    """Whether this is not the call that the replay before has failed of; keeps which it is."""
-    if not args:  # there is nothing in it that could be to blame
-        return True
-    value = encode(args)
-    digest = blake2b(value.schema + repr(value.plain).encode() + value.blob)
-    for frame in value.frames:
-        digest.update(frame)
-    try:
-        if suspect.exists() and suspect.read_text() == digest.hexdigest():
-            return False
-        atomic_write(suspect, digest.hexdigest())
-    except OSError as error:
-        log.warning("Which call failed cannot be kept: %s", error)
-    return True
 
 
 _ending = threading.Event()
@@ -502,6 +472,7 @@ class ReplayService:
 
     def report(self, others: Mapping[int, Client]) -> dict[str, Any]:
         """What this process tells the logger: of the whole replay if it is the first shard."""
+        self._health.waits(self.lead.waits() if self.lead else "")
         mine = self.stats()
         usage = {f"{self._name}/usage/{k}": value for k, value in self._usage.stats().items()}
         if self.lead is None:

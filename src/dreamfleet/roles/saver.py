@@ -55,7 +55,7 @@ class Saver:
         self._sync = sync or Sync()
         self._checkpoint = Checkpoint(args.checkpoints, keep=2)
         self._position: dict[str, Any] = {"steps": 0, "samples": 0}
-        self._health = Health(health_path(args, "agent"))
+        self.health = Health(health_path(args, "agent"))
         self._round = 0  # the step at which the last round of evaluation began
         self.round_may_begin: Callable[[], bool] = LocalClock(_ROUND_SECONDS, first=True)
         """Whether to look now if a round is due; looking reads files."""
@@ -246,7 +246,7 @@ class Saver:
             host=self._sync.index,
             gather=self._sync.channel("checkpoint"),
         )
-        self._health.progress()
+        self.health.progress()
 
     def finish(self, *, wait: bool = True) -> None:
         """Wait for the checkpoint that is being written, or only look whether it is done; raises
@@ -260,11 +260,11 @@ class Saver:
     def note_end(self) -> None:
         """While the run ends: let the supervisor know that the end gets on."""
         if self._progress.finished.is_set():
-            self._health.progress()
+            self.health.progress()
 
     def give_up(self) -> None:
         """Note that another start of the agent would not help."""
-        self._health.give_up()
+        self.health.give_up()
 
     def recount(self) -> None:
         """Count the steps that the replay holds, also those of other actors."""

@@ -33,7 +33,7 @@ from dreamfleet.roles.addresses import listen_address, publish_address
 from dreamfleet.roles.env import Lane, Watchdog, make_lanes
 from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.learner import EARLY_SECONDS, Learner
-from dreamfleet.roles.logger import Logger, ScoreReader
+from dreamfleet.roles.logger import RECORD_SECONDS, Logger, ScoreReader
 from dreamfleet.roles.progress import Progress, limiter_for
 from dreamfleet.roles.replay import ReplayService
 from dreamfleet.roles.runtime import ActorFailed, Factories, stop_event, unpack
@@ -62,7 +62,7 @@ def serial_fleet(make: Factories, args: RunConfig) -> None:
     stop = stop_event(on_stop=progress.stop)
 
     with ExitStack() as stack:
-        logger = _Logger(unpack(make.make_logger)(), args)
+        logger = Logger(unpack(make.make_logger)(), args)
         stack.callback(logger.close)
         server = Server(listen_address(args, "logger"), "logger", keys=args.server_keys)
         logging_role.bind(server, logger)
@@ -142,16 +142,6 @@ class CompletedFuture:
         return self._value
 
 
-class _Logger(Logger):
-    """A logger to which roles report after so many steps, however long these take."""
-
-    def status(self) -> dict[str, Any]:
-        found = super().status()
-        trains = found.get("learner/state") == "training"
-        here = ("actor", "replay", "learner") if trains else ("actor", "replay")
-        return {**found, **{f"{role}/silence": 0.0 for role in here}}
-
-
 class SerialRunner:
     """The roles of a run, and whose turn it is."""
 
@@ -183,6 +173,7 @@ class SerialRunner:
         self._acting.bind("act", self._reply)
         self._health = Health(health_path(args, "agent"))
         self._should_save = LocalClock(args.save_every, early=EARLY_SECONDS)
+        self._should_record = LocalClock(RECORD_SECONDS)
         self._lanes: list[Lane] = []
         self._turn = 0  # the lane that steps next
         self._acted = False  # since the last update
@@ -194,12 +185,13 @@ class SerialRunner:
         meanwhile."""
         args = self._args
         self._learner.restore()
+        self._logger.record()
         self._learner.compile()
         if self._progress.finished.is_set():
             return False
         # By where the run is, and so not the name of any actor before.
         self._actor.source = "-".join(map(str, ["serial", *self._position().values()]))
-        train, evaluation = range(args.envs), range(args.envs, args.actor_envs)
+        train, evaluation = range(args.envs), range(args.envs, args.all_envs)
         for make, ids, is_eval in ((make_train, train, False), (make_eval, evaluation, True)):
             for first in range(0, 0 if args.offline else len(ids), args.policy_batch):
                 mine = ids[first : first + args.policy_batch]
@@ -225,6 +217,8 @@ class SerialRunner:
             if self._progress.step > before:
                 self._scores.poll()
                 self._follow(before)
+            if self._should_record():
+                self._logger.record()
             if self._should_save() or self._saver.asked():
                 self._saver.save()
                 self._service.save()

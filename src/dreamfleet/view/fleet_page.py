@@ -79,8 +79,8 @@ def bottleneck(run: Run, status: RunStatus) -> str:
     share = run.newest("learner/timer/wait/frac") or 0.0
     if share > _MIN_WAIT_SHARE:
         return f"The learner waits for batches {share:.0%} of its time: collecting is slower."
-    actor = str(status.metrics.get("replay/waiting/actor", ""))
-    return f"The actor waits: {actor}." if actor else "No process waits for long."
+    waiting = "; ".join(each.waiting for each in status.workers if each.waiting)
+    return f"{waiting[:1].upper()}{waiting[1:]}." if waiting else "No process waits for long."
 
 
 def usage_text(status: RunStatus) -> str:

@@ -125,7 +125,6 @@ def test_only_servers_that_a_machine_may_call_are_looked_up(tmp_path: Path) -> N
     assert found == {
         "actor": "tcp://gpu-box:5551",
         "actor-1": "tcp://10.0.0.9:5552",
-        "evaluator": "tcp://gpu-box:5553",
     }
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
@@ -148,7 +147,7 @@ def test_a_port_that_drops_packets_keeps_a_machine_from_joining_and_all_ports_ar
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connect = socket.create_connection
-    dropped = {7001, 7003}
+    dropped = {7001}
 
     def create_connection(address: tuple[str, int], timeout: float) -> socket.socket:
         if address[1] in dropped:
@@ -156,10 +155,7 @@ def test_a_port_that_drops_packets_keeps_a_machine_from_joining_and_all_ports_ar
         return connect(address, timeout)
 
     monkeypatch.setattr(socket, "create_connection", create_connection)
-    run, line = listening(
-        tmp_path, actor_addr="tcp://127.0.0.1:7001", evaluator_addr="tcp://127.0.0.1:7003",
-        actors=2, envs=2, eval_every=100,
-    )  # fmt: skip
+    run, line = listening(tmp_path, actor_addr="tcp://127.0.0.1:7001", actors=2, envs=2)
     first = parse(run.address).port
     with run:
         with pytest.raises(JoinError) as error:
@@ -167,10 +163,6 @@ def test_a_port_that_drops_packets_keeps_a_machine_from_joining_and_all_ports_ar
         assert "TCP port 7001 of 127.0.0.1 (actor) cannot be reached" in str(error.value)
         assert "firewall" in str(error.value)
         assert f"open for this machine: {first}, 7001, 7002 of 127.0.0.1." in str(error.value)
-        with pytest.raises(
-            JoinError, match=r"7003 of 127\.0\.0\.1 \(evaluator\) cannot be reached"
-        ):
-            joined(line, envs=0, eval_envs=1)  # which does not need the actors
     assert run.machines() == []
 
 

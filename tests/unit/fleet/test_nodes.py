@@ -192,6 +192,13 @@ def test_there_is_room_for_so_many_only(tmp_path: Path) -> None:
         poll(server, "three", envs=0, eval_envs=1)
 
 
+def test_a_run_with_rounds_of_evaluation_plays_them_itself(tmp_path: Path) -> None:
+    server = nodes(tmp_path, eval_every=10)
+    with pytest.raises(Refused, match=r"plays its evaluations itself \(eval_every\)"):
+        poll(server, "one", envs=1, eval_envs=1)
+    poll(server, "one", envs=1)
+
+
 def test_a_worker_that_cannot_be_recorded_is_not_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -431,8 +438,8 @@ def test_a_failure_elsewhere_ends_a_run_that_stops_at_failures(
 
 def test_addresses_are_those_that_machines_can_reach(tmp_path: Path) -> None:
     # By the host that reached the coordinator, unless the actor is elsewhere.
-    run = bound(tmp_path, actor_addr="tcp://0.0.0.0:5551", eval_every=10)
-    assert addresses(run, "0.0.0.0") == {"actor": "tcp://*:5551"}  # the evaluator's is a file
+    run = bound(tmp_path, actor_addr="tcp://0.0.0.0:5551")
+    assert addresses(run, "0.0.0.0") == {"actor": "tcp://*:5551"}
     run = bound(tmp_path, actor_addr="tcp://10.0.0.9:5551")
     assert addresses(run, "0.0.0.0") == {"actor": "tcp://10.0.0.9:5551"}
     assert addresses(run, "10.0.0.9") == {"actor": "tcp://*:5551"}

@@ -9,11 +9,12 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from fleet_parts import small_run
@@ -23,6 +24,7 @@ from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
 from dreamfleet.display import picture
+from dreamfleet.files import atomic_write
 from dreamfleet.fleet import status_writer
 from dreamfleet.fleet.claim import BEAT_NAME
 from dreamfleet.fleet.record import (
@@ -37,7 +39,7 @@ from dreamfleet.fleet.record import (
 from dreamfleet.fleet.status import StatusLines, Watcher
 from dreamfleet.fleet.status_writer import StatusWriter, _Progress, _time_left
 from dreamfleet.roles.health import Health
-from dreamfleet.transport import Server, resolve
+from dreamfleet.roles.logger import RECORD
 
 HOST = socket.gethostname()
 METRICS: dict[str, Any] = {
@@ -47,21 +49,18 @@ METRICS: dict[str, Any] = {
     "learner/updates": 40.0,
     "learner/updates_per_second": 4.0,
     "learner/replay_ratio": 1.5,
-    "learner/state": "training",
     "actor/steps_per_second": 50.0,
-    "actor/silence": 0.1,
-    "learner/silence": 0.1,
-    "replay/silence": 0.1,
 }
 
 
 class Run:
-    """A run's directory, with a logger that answers with `metrics`."""
+    """A run's directory, with a logger that records `metrics`."""
 
     def __init__(self, logdir: Path, **settings: Any) -> None:
         self.logdir = logdir
-        self.config = small_run(logdir, logger_addr=resolve("ipc://{auto}"), **settings)
-        self.metrics = dict(METRICS)
+        self.config = small_run(logdir, **{"log_every": 10.0, **settings})
+        self.metrics, self._logs = dict(METRICS), False
+        self.says("agent")
         self.record = replace(FleetRecord.of_this_process("local"), workers=(self.worker("agent"),))
         (logdir / "config.json").write_text(self.config.to_json())
         self.write()
@@ -74,21 +73,32 @@ class Run:
         self.record = replace(self.record, **changes)
         write_record(self.logdir, self.record)
 
+    def says(self, name: str, text: str = "", age: float = 0.0) -> None:
+        """A worker says what it waits for, so many seconds ago."""
+        health = Health(self.logdir / "workers" / name)
+        health.waits(text)
+        health._record.reported -= age
+
     @contextmanager
     def logger(self) -> Iterator[None]:
-        server = Server(self.config.logger_addr, "logger")
-        server.bind("status", lambda: self.metrics)
-        with server:
-            yield
+        self._logs = True
+        self.log()
+        yield
+        self._logs = False
+
+    def log(self) -> None:
+        path = self.logdir / "workers" / RECORD
+        atomic_write(path, msgspec.json.encode(self.metrics))
 
     def look(self) -> RunStatus:
         """What a reader finds."""
         return seen(Watcher(self.logdir))
 
-    def supervised(self, patience: float = 10.0) -> RunStatus:
+    def supervised(self) -> RunStatus:
         """What the supervisor finds at its first look."""
-        with closing(StatusWriter(self.logdir, lambda: self.record)) as writer:
-            status = writer.look(self.record, patience)
+        if self._logs:
+            self.log()
+        status = StatusWriter(self.logdir, lambda: self.record).look(self.record)
         assert status is not None
         return status
 
@@ -123,12 +133,13 @@ def test_lines_display_and_json_agree(run: Run) -> None:
     """On what the run does, and on why it stands still: a terminal shows no less than lines do."""
     run.metrics |= {
         "actor/steps_per_second": 0.0,
-        "actor/waiting": "no observation from environment 2 yet",
         "learner/start": "starting from there, loaded 2 of 9 entries: nets/encoder (2)",
     }
+    run.says("actor", "no observation from environment 2 yet")
     with run.logger():
         lines, status = run.lines(), run.supervised()
     text, plain = drawn(status), json.loads(status.to_json())
+    assert plain["workers"][0]["waiting"] == "no observation from environment 2 yet"
     start, numbers, waiting = lines
     assert start == f"Agent: {run.metrics['learner/start']}"
     assert run.metrics["learner/start"] in text
@@ -197,8 +208,10 @@ def test_a_joined_machine_that_makes_no_steps_is_named_with_why_also_while_other
 def test_json_holds_numbers_that_are_not_finite_as_null(run: Run) -> None:
     run.metrics["train/loss"] = float("nan")
     with run.logger():
-        plain = json.loads(run.supervised().to_json())
-    assert plain["metrics"]["train/loss"] is None
+        found = run.supervised()
+    plain = json.loads(replace(found, steps_per_second=float("inf")).to_json())
+    assert plain["steps_per_second"] is None
+    assert "train/loss" not in plain["metrics"]
     assert plain["state"] == "running"
     assert "\n" not in run.look().to_json()
 
@@ -231,11 +244,25 @@ def test_a_line_before_the_first_numbers_says_what_there_is(run: Run) -> None:
 def test_a_logger_that_does_not_respond_is_said(run: Run) -> None:
     said: list[str] = []
     run.write(workers=(run.worker("logger", state="restarting", pid=None, error="OSError: full"),))
-    status = run.supervised(0.0)
+    status = run.supervised()
     assert not status.responding
     assert status.waiting == "logger is restarting (OSError: full); the logger does not respond"
     StatusLines(lambda: status, said.append).show()
     assert said == [status.message], "numbers from files are old"
+
+
+def test_a_logger_that_has_stopped_recording_does_not_respond(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.write(workers=(run.worker("agent"), run.worker("logger")))
+    run.says("logger")
+    with run.logger():
+        assert run.supervised().responding
+        monkeypatch.setattr(status_writer, "_SILENT_SECONDS", 0.0)
+        status = run.supervised()
+    assert status.waiting == "the logger does not respond"
+    run.write(workers=(run.worker("agent"),))
+    assert run.supervised().responding, "in a serial run it is a part of the agent, which is busy"
 
 
 def test_a_logger_that_does_not_know_the_step_yet_does_not_set_it_back(run: Run) -> None:
@@ -316,14 +343,14 @@ def test_a_run_that_failed_says_why(run: Run) -> None:
 def test_workers_show_what_their_process_uses(run: Run) -> None:
     other = psutil.Process(os.getppid())
     run.write(workers=(run.worker("agent", pid=other.pid), run.worker("env-0", restarts=2)))
-    agent, env = run.supervised(0.0).workers
+    agent, env = run.supervised().workers
     assert agent.usage is not None
     assert agent.usage.memory > 0
     assert env.restarts == 2
 
 
 def test_threads_of_the_supervisor_have_no_share_of_their_own(run: Run) -> None:
-    status = run.supervised(0.0)
+    status = run.supervised()
     assert status.workers[0].pid == os.getpid()
     assert status.workers[0].usage is None
     assert status.supervisor is not None
@@ -333,7 +360,7 @@ def test_threads_of_the_supervisor_have_no_share_of_their_own(run: Run) -> None:
 
 def test_a_process_that_is_gone_is_not_measured(run: Run) -> None:
     run.write(workers=(run.worker("agent", pid=1 << 80),))
-    assert run.supervised(0.0).workers[0].usage is None
+    assert run.supervised().workers[0].usage is None
 
 
 # --- the file that the supervisor writes ----------------------------------------------------------
@@ -344,8 +371,8 @@ def written_by(
     run: Run, machines: Callable[[], tuple[MachineStatus, ...]] = tuple
 ) -> Iterator[None]:
     """The run's supervisor writes `status.json` with what the logger told it."""
-    with run.logger(), StatusWriter(run.logdir, lambda: run.record, machines):
-        while (record := read_record(run.logdir)) is None or not record.written:
+    with StatusWriter(run.logdir, lambda: run.record, machines), run.logger():
+        while (record := read_record(run.logdir)) is None or not record.responding:
             time.sleep(0.01)
         yield
 
@@ -379,7 +406,8 @@ def test_what_a_supervisor_wrote_that_is_gone_or_stuck_is_not_shown(
     write_record(run.logdir, replace(record, **changes[change]))
     found = run.look()
     assert found.state == {"stuck": "running"}.get(change, change)
-    assert (found.step, found.responding) == (0, False), "derived from the directory"
+    assert (found.steps_per_second, found.responding) == (0.0, False), "derived from the directory"
+    assert found.step == 300, "as the logger recorded it"
     stuck = re.fullmatch(r"the supervisor has not written its status for \d+ s", found.waiting)
     assert bool(stuck) == (change == "stuck")
 
@@ -472,71 +500,62 @@ def test_metrics_of_a_damaged_file_do_not_hide_the_run(run: Run) -> None:
 # --- progress -------------------------------------------------------------------------------------
 
 
-def updates(count: int) -> dict[str, float]:
-    return {"learner/updates": float(count)}
-
-
 def test_the_rate_is_that_of_the_last_while() -> None:
     progress = _Progress()
-    progress.add(0.0, 0, {"actor/steps_per_second": 7.0})
+    progress.add(0.0, 0, 0, 7.0)
     assert progress.rate == 7.0, "what the actor reported, before there is more"
-    progress.add(20.0, 0, {})
-    progress.add(30.0, 100, {})
+    progress.add(20.0, 0, 0)
+    progress.add(30.0, 100, 0)
     assert progress.rate == 10.0, "the time before the first step does not count"
-    progress.add(50.0, 500, {})
+    progress.add(50.0, 500, 0)
     assert progress.rate == 500 / 30
-    progress.add(70.0, 900, {})
+    progress.add(70.0, 900, 0)
     assert progress.rate == 20.0, "nor does what is long ago"
-    progress.add(110.0, 900, {})
-    assert progress.rate == 0.0, "nobody steps"
-    progress.add(111.0, 100, {})
-    progress.add(121.0, 200, {})
+    progress.add(110.0, 900, 0)
+    assert progress.rate == 0.0, "there are no steps"
+    progress.add(111.0, 100, 0)
+    progress.add(121.0, 200, 0)
     assert progress.rate == 10.0, "steps that are counted again do not count backwards"
 
 
 def test_a_run_that_collects_may_take_a_while_until_it_learns() -> None:
     progress = _Progress()
     for now, step in ((0.0, 1), (10.0, 10), (20.0, 20), (31.0, 30)):
-        progress.add(now, step, {"actor/steps_per_second": 1.0})
+        progress.add(now, step, 0, 1.0)
         assert not progress.stands_still(10.0)
-    progress.add(40.0, 40, {"actor/steps_per_second": 1.0})
+    progress.add(40.0, 40, 0, 1.0)
     assert progress.stands_still(10.0)
     assert progress.still_for == 40.0
-    progress.add(50.0, 50, updates(1))
+    progress.add(50.0, 50, 1)
     assert not progress.stands_still(10.0)
     for now in (60.0, 64.0):
-        progress.add(now, 50, updates(int(now)))
+        progress.add(now, 50, int(now))
         assert not progress.stands_still(10.0)
-    progress.add(66.0, 50, updates(66))
-    assert progress.stands_still(10.0), "nobody steps"
+    progress.add(66.0, 50, 66)
+    assert progress.stands_still(10.0), "there are no steps"
 
 
 def test_a_run_may_take_a_while_until_it_learns_also_if_its_first_step_was_late() -> None:
     progress = _Progress()
     for now in (0.0, 50.0, 100.0):
-        progress.add(now, 0, {})
+        progress.add(now, 0, 0)
         assert progress.stands_still(10.0)
     for now, step in ((110.0, 10), (120.0, 20), (140.0, 30)):
-        progress.add(now, step, {})
+        progress.add(now, step, 0)
         assert not progress.stands_still(10.0)
-    progress.add(142.0, 40, {})
+    progress.add(142.0, 40, 0)
     assert progress.stands_still(10.0)
 
 
-def test_a_first_look_trusts_what_roles_report() -> None:
-    for metrics, still in (
-        ({}, True),
-        ({"actor/steps_per_second": 0.0}, True),
-        ({"actor/steps_per_second": 9.0}, False),
-        ({"actor/steps_per_second": 9.0, "learner/silence": 40.0}, True),
-    ):
+def test_a_first_look_trusts_what_actors_report() -> None:
+    for reported, still in ((0.0, True), (9.0, False)):
         progress = _Progress()
-        progress.add(0.0, 100, metrics)
+        progress.add(0.0, 100, 7, reported)
         assert progress.stands_still(10.0) == still
 
 
 def test_a_run_without_progress_is_never_silent(run: Run) -> None:
-    """Also if nobody says that it waits."""
+    """Also if no worker says that it waits."""
     run.metrics["actor/steps_per_second"] = 0.0
     with run.logger():
         status = run.supervised()
@@ -567,31 +586,14 @@ def test_an_environment_that_hangs_is_named_also_while_others_go_on(run: Run) ->
 def test_a_run_that_compiles_says_so_and_shows_no_speed_of_before(run: Run) -> None:
     """Also at the first look, when all that is known of the speed is what an actor reported that
     has been restarted since."""
-    run.metrics |= {
-        "actor/steps_per_second": 149.5,
-        "actor/silence": 90.0,
-        "learner/silence": 12.0,
-        "learner/state": "compiling the agent; with these settings it took 41 s the last time",
-    }
-    run.write(workers=(run.worker("agent", started=time.time() - 20),))
+    run.metrics["actor/steps_per_second"] = 149.5
+    run.says("agent", "the learner is compiling the agent", age=42.0)
+    run.says("actor", "an old text", age=90.0)
+    run.write(workers=(run.worker("agent", started=time.time() - 50),))
     with run.logger():
         lines = run.lines()
     assert "  0 steps/s" in lines[0]
-    assert lines[1] == (
-        "Waiting: the learner is compiling the agent; with these settings it took 41 s the last "
-        "time (12 s so far)."
-    )
-
-
-def test_a_run_that_has_made_all_its_steps_is_being_saved(run: Run) -> None:
-    run.metrics |= {"step": 600, "actor/steps_per_second": 0.0}
-    with run.logger():
-        assert run.supervised().waiting == "the run has made all its steps and is being saved"
-        run.metrics["learner/state"] = "making the last 7 updates (train_ratio)"
-        assert run.supervised().waiting == (
-            "the run has made all its steps, and the learner is making the last 7 updates "
-            "(train_ratio)"
-        )
+    assert re.fullmatch(r"Waiting: the learner is compiling the agent \(4\d s so far\)\.", lines[1])
 
 
 def test_no_time_is_left_once_all_steps_are_made() -> None:

@@ -52,10 +52,10 @@ def test_environments_of_a_process_call_one_actor(tmp_path: Path) -> None:
     assert (actor.role, actor.function.args[1]) == ("actor", 1)
     assert actor.environment["JAX_PLATFORMS"] == "cpu"
     assert not actor.ends_run
-    # Those of rounds call the evaluator, whichever numbers they have.
+    # The evaluator has those of its rounds.
     rounds = small_run(tmp_path, envs=2, eval_envs=3, envs_per_process=3, eval_every=9, actors=2)
-    shares = [each.function.args[1] for each in workers_of(rounds) if each.role == "env"]
-    assert shares == [(0,), (1,), (2, 3, 4)]
+    names = [worker.name for worker in workers_of(rounds)]
+    assert names == ["agent", "actor-1", "evaluator", "env-0", "env-1", "replay", "logger"]
 
 
 def test_environments_of_one_machine_keep_their_numbers(tmp_path: Path) -> None:

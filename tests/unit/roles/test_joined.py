@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,6 @@ from dreamfleet.parallel import _bound
 from dreamfleet.roles import fences as fences_file
 from dreamfleet.roles.actor import Actor, StartGate
 from dreamfleet.roles.checks import ObservationCheck, Owners
-from dreamfleet.roles.env import Lane
-from dreamfleet.roles.episodes import EpisodeServer, Group, RoundInterrupted
 from dreamfleet.roles.fences import Fence, FenceReader, Fences, read_fences, write_fences
 from dreamfleet.roles.health import STARTED, health_path
 from dreamfleet.roles.invitations import write_place
@@ -34,14 +31,10 @@ from dreamfleet.roles.logger_client import video_env
 from dreamfleet.roles.policy_batches import policy_sizes
 from dreamfleet.roles.progress import Progress, limiter_for
 from dreamfleet.roles.replay import ReplayService
-from dreamfleet.spaces import RESET
 from dreamfleet.transport import (
     BatchServer,
     Client,
-    Closed,
     Disconnected,
-    RemoteError,
-    TransportError,
 )
 
 LONG = 120.0
@@ -84,11 +77,11 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: 
 
 
 def test_a_resumed_run_listens_where_it_did_before(tmp_path: Path) -> None:
-    run = small_run(tmp_path, bind="127.0.0.1", eval_every=10)
+    run = small_run(tmp_path, bind="127.0.0.1")
     bound, place = _bound(run, LocalLauncher(tmp_path))
     assert bound.actor_addr == f"tcp://127.0.0.1:{place.ports['actor']}"
-    assert bound.evaluator_addr == f"tcp://127.0.0.1:{place.ports['evaluator']}"
-    assert len({place.port, *place.ports.values()}) == 3
+    assert list(place.ports) == ["actor"]
+    assert place.port != place.ports["actor"]
     moved = replace(place, port=place.port + 300)
     write_place(tmp_path, moved)
     assert _bound(run, LocalLauncher(tmp_path))[1] == moved
@@ -241,7 +234,8 @@ def test_sampling_waits_while_no_environment_has_made_a_sequence(tmp_path: Path)
     thread = threading.Thread(target=sample)
     thread.start()
     waits = f"no environment has made {run.window} steps in a row yet"
-    eventually(lambda: waits in str(service.report({})["replay/waiting/learner"]))
+    assert service.lead is not None
+    eventually(lambda: waits in service.lead.waits())
     assert not sampled.is_set()
     for number in range(2, 2 + run.window):
         add(number, ids[:1])
@@ -250,76 +244,7 @@ def test_sampling_waits_while_no_environment_has_made_a_sequence(tmp_path: Path)
     service.close()
 
 
-# --- rounds of evaluation ------------------------------------------------------------------------
-
-
-class Player:
-    """An environment process of two environments, on a thread: it begins an episode of so many
-    steps whenever it is told to."""
-
-    def __init__(self, address: str, ids: Group, length: int) -> None:
-        self._client = Client(address)
-        self._ids, self._length = ids, length
-        self.replies = 0
-        self._problem: TransportError | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        step = 0
-        count = len(self._ids)
-        try:
-            while True:
-                obs = observations(list(self._ids))
-                obs["is_first"] = np.full(count, step == 0)
-                obs["is_last"] = np.full(count, step == self._length)
-                obs["reward"] = np.ones(count, np.float32)
-                try:
-                    reply = self._client.call_block("act", obs).result()
-                except RemoteError as error:
-                    if error.kind not in ("ActorFailed", "Occupied"):
-                        raise
-                    step = 0
-                    time.sleep(0.01)  # as an environment does
-                    continue
-                self.replies += 1
-                step = 0 if reply[RESET].all() else step + 1
-        except TransportError as error:
-            self._problem = error
-
-    def leave(self) -> None:
-        self._client.close(0.0)
-        self._thread.join()
-        assert isinstance(self._problem, (Closed, Disconnected))
-
-
-def give(logdir: Path, **groups: Group) -> None:
-    """Let joined machines evaluate in these environments; letters stand for incarnations."""
-    fences = [Fence(ids, True, ord(name), "first") for name, ids in groups.items()]
-    write_fences(logdir, Fences(200, tuple(fences)))
-
-
-A, B = (JOINED + 10, JOINED + 11), (JOINED + 12,)
-
-
-def test_an_evaluation_that_ends_is_a_lost_agent_to_environments_of_other_machines() -> None:
-    server = EpisodeServer(
-        "inproc://{auto}", [], max_steps=9, why=lambda group: "", joined=lambda: {B: "b"}
-    )
-    row = {key: value[0] for key, value in observations([B[0]]).items()}
-    for key in ("envid", "is_eval", "failures"):
-        del row[key]
-    env = SimpleNamespace(step=lambda action: row, failures=0, built=True, due=0.0)
-    envs: Any = [env]
-    lane = Lane(envs, list(B), is_eval=True)
-    with server, Client(server.address) as client:
-        assert lane.step(client) == 1
-        eventually(lambda: B in server._waiting)
-        server.stop()
-        eventually(lane.may_step)
-        assert lane.step(client) == 0  # it waits a moment, and asks again
-        assert lane.reply is None
-        assert lane.due > 0
+# --- fences --------------------------------------------------------------------------------------
 
 
 def test_the_fences_are_read_when_they_were_replaced(
@@ -332,92 +257,12 @@ def test_the_fences_are_read_when_they_were_replaced(
         return read_fences(logdir)
 
     monkeypatch.setattr(fences_file, "read_fences", counted)
-    groups = FenceReader(tmp_path).groups
-    assert groups() == {}
+    of = FenceReader(tmp_path).of
+    assert of(JOINED) is None
     reads.clear()
-    for name in ("a", "c"):
-        give(tmp_path, **{name: A})
-        for _ in range(3):
-            assert groups() == {A: str(ord(name))}
+    for incarnation in (1, 2):
+        fence = Fence((JOINED, JOINED + 1), False, incarnation, "first")
+        write_fences(tmp_path, Fences(2, (fence,)))
+        for envid in (JOINED, JOINED + 1, JOINED):
+            assert of(envid) == fence
     assert len(reads) == 2
-
-
-def test_ids_that_another_machine_gets_within_a_round_are_no_failure(tmp_path: Path) -> None:
-    agent = RandomAgent(DUMMY.obs_space, DUMMY.act_space)
-    give(tmp_path, a=A, b=B)
-    server = EpisodeServer(
-        "inproc://{auto}",
-        [],
-        max_steps=100,
-        why=lambda _: "again",
-        joined=FenceReader(tmp_path).groups,
-    )
-    with server:
-        players = [Player(server.address, A, 50), Player(server.address, B, 3)]
-        eventually(lambda: {A, B} <= set(server._waiting))
-
-        def replace_one() -> None:
-            if len(players) == 2 and players[0].replies >= 6:  # in the middle of an episode
-                players[0].leave()
-                give(tmp_path, c=A, b=B)
-                players.append(Player(server.address, A, 3))
-
-        played = server.play(agent, "eval", 30, tick=replace_one)
-        assert len(players) == 3
-        assert [each.error for each in played] == [""] * 30
-        # It plays in the next round.
-        eventually(lambda: {A, B} <= set(server._waiting))
-        before = players[2].replies
-        server.play(agent, "eval", 3)
-        assert players[2].replies > before
-        for player in players[1:]:
-            player.leave()
-
-
-def test_rounds_are_played_by_machines_that_are_there(tmp_path: Path) -> None:
-    """One leaves in the middle of a round: the others play its episodes. All leave: the round is
-    played again by whoever comes."""
-    agent = RandomAgent(DUMMY.obs_space, DUMMY.act_space)
-    give(tmp_path, a=A, b=B)
-    assert list(FenceReader(tmp_path).groups()) == [A, B]
-    server = EpisodeServer(
-        "inproc://{auto}",
-        [],
-        max_steps=100,
-        why=lambda group: "",
-        joined=FenceReader(tmp_path).groups,
-    )
-    with server:
-        with Client(server.address) as client, pytest.raises(RemoteError, match="Environment 5 is"):
-            client.call_block("act", observations([5])).result(LONG)
-        first, second = Player(server.address, A, 3), Player(server.address, B, 3)
-        eventually(lambda: {A, B} <= set(server._waiting))
-        played = server.play(agent, "eval", 6)
-        assert [each.episode and each.episode.length for each in played] == [3] * 6
-
-        def leave() -> None:
-            if first.replies > 6 and second.replies:
-                first.leave()
-                give(tmp_path, b=B)
-
-        eventually(lambda: {A, B} <= set(server._waiting))
-        played = server.play(agent, "eval", 60, tick=leave)
-        assert len(played) == 60
-        assert all(each.episode for each in played)
-
-        def leave_too() -> None:
-            second.leave()
-            give(tmp_path)
-
-        eventually(lambda: B in server._waiting)
-        with pytest.raises(RoundInterrupted):
-            server.play(agent, "eval", 10**6, tick=leave_too)
-        third: list[Player] = []
-
-        def come() -> None:
-            if not third:
-                give(tmp_path, a=A)
-                third.append(Player(server.address, A, 3))
-
-        assert len(server.play(agent, "eval", 4, tick=come)) == 4
-        third[0].leave()

@@ -23,7 +23,7 @@ from dreamfleet.agents.dreamer.runtime import player as dreamer_module
 from dreamfleet.checkpoint import Checkpoint, read_checkpoint
 from dreamfleet.clock import Round
 from dreamfleet.errors import ConfigError
-from dreamfleet.roles.health import read_health
+from dreamfleet.roles.health import Health, read_health
 from dreamfleet.roles.learner import Learner, RemoteStream
 from dreamfleet.roles.policy_batches import Carries, padded_policy
 from dreamfleet.roles.progress import LOOK_AHEAD, Progress, most_owed
@@ -364,7 +364,7 @@ def test_updates_left_are_those_before_there_was_enough_data_and_no_more(tmp_pat
         progress.stopped = bool(changes.pop("stopped", False))
         fills = changes.pop("fills", 1.0)
         config = replace(args, **changes)
-        count = SimpleNamespace(updates=updates, fills=fills)
+        count = SimpleNamespace(updates=updates, fills=fills, health=Health())
         client = client or Granting()
         learner = Learner(None, config, progress, count, None, client, client)  # type: ignore[arg-type]
         learner.begin_end(progress.step)
@@ -394,7 +394,7 @@ def test_a_complete_run_does_not_wait_for_batches_that_its_replay_cannot_give(
     args = small_run(tmp_path, steps=1000, batch_size=16, batch_length=32, train_ratio=64.0, envs=8)
     progress, client = Progress(1000), Granting(enough=enough)
     progress.restore(1000)
-    count: Any = SimpleNamespace(updates=61, fills=1.0, offset=0)
+    count: Any = SimpleNamespace(updates=61, fills=1.0, offset=0, health=Health())
     learner = Learner(None, args, progress, count, None, client, client)  # type: ignore[arg-type]
     said = {"stop": False, "finished": True, "sent": True, "steps": 1000, "too little": False}
     assert not learner._apply_round(Round([said])), "updates are missing"
@@ -407,7 +407,11 @@ def test_updates_before_the_first_step_are_asked_for_until_they_are_made(tmp_pat
     config = small_run(tmp_path, batch_size=4, prefill=("a",), pretrain=10)
     progress, client, saved = Progress(600), Granting(), list[int]()
     count = SimpleNamespace(
-        updates=3, most_hosts=1, save=lambda wait: saved.append(count.updates), give_up=lambda: None
+        health=Health(),
+        updates=3,
+        most_hosts=1,
+        save=lambda wait: saved.append(count.updates),
+        give_up=lambda: None,
     )
     learner = Learner(None, config, progress, count, None, client, client)  # type: ignore[arg-type]
     assert learner.pretrain()
@@ -590,7 +594,7 @@ def test_a_few_updates_are_profiled_once_and_fewer_if_the_run_ends(tmp_path: Pat
     learner, _, _ = learner_of(agent, small_run(tmp_path))
     for _ in range(20):
         learner.update(batch)
-    assert agent.traced == [], "nobody asked for it"
+    assert agent.traced == [], "it was not asked for"
 
 
 def test_a_run_remembers_how_many_hosts_it_had(tmp_path: Path) -> None:
@@ -607,14 +611,6 @@ def test_a_run_remembers_how_many_hosts_it_had(tmp_path: Path) -> None:
 def test_a_learner_says_that_it_waits_for_a_host_that_compiles(tmp_path: Path) -> None:
     shown: list[str] = []
 
-    class Logger:
-        def add(self, step: int, metrics: dict[str, str]) -> Logger:
-            shown.append(metrics["learner/state"])
-            return self
-
-        def wait(self, timeout: float) -> bool:
-            return True
-
     class Others(Sync):
         def gather(self, name: str, said: Any, on_wait: Any = None) -> list[Any]:
             on_wait([1])
@@ -622,16 +618,14 @@ def test_a_learner_says_that_it_waits_for_a_host_that_compiles(tmp_path: Path) -
             return [said] * 4
 
     args = small_run(tmp_path, hosts=4, batch_size=4)
-    count: Any = SimpleNamespace(updates=0)
-    client: Any = Logger()
-    learner = Learner(
-        CountingAgent(), args, Progress(), count, client, client, client, sync=Others()
-    )
+    count: Any = SimpleNamespace(updates=0, health=SimpleNamespace(waits=shown.append))
+    none: Any = None
+    learner = Learner(CountingAgent(), args, Progress(), count, none, none, none, sync=Others())
     learner._await_hosts()
     assert shown == [
-        "waiting for host 1, which is compiling",
-        "waiting for host 1 and host 3, which are compiling",
-        "waiting for enough data to train on",
+        "the learner waits for host 1, which is compiling",
+        "the learner waits for host 1 and host 3, which are compiling",
+        "",
     ]
 
 
@@ -642,7 +636,6 @@ class Withheld(Source):
     def __init__(self) -> None:
         super().__init__()
         self.go, self.told = threading.Event(), threading.Semaphore(0)
-        self.states: list[str] = []
         self.batches = [{"stepid": np.zeros((1, 20), np.uint8)}] * 100
 
     def call(self, method: str, *args: Any) -> Any:
@@ -656,7 +649,6 @@ class Withheld(Source):
         raise Closed("The client was closed.")
 
     def add(self, step: int, metrics: Any) -> None:
-        self.states.append(metrics.get("learner/state"))
         self.told.release()
 
     def status(self) -> Any:
@@ -688,7 +680,8 @@ def test_a_learner_that_waits_for_a_batch_logs_and_saves(tmp_path: Path) -> None
         assert len(saved.all()) == 1, "it has learned nothing since"
         (tmp_path / SAVE_REQUEST).touch()
         wait_for(2)
-        assert source.states[-1] == "waiting for a batch from the replay"
+        health = read_health(tmp_path / "workers" / "agent")
+        assert health.waiting == "the learner waits for a batch from the replay"
     finally:
         progress.stop()
         thread.join()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from fleet_parts import rows, small_run
 
+from dreamfleet.fleet.status import newest_metrics
 from dreamfleet.metrics import JsonlOutput
 from dreamfleet.metrics.evaluations import evaluation_from
 from dreamfleet.roles.logger import RECENT_EPISODES, BackgroundOutput, Logger, ScoreReader
@@ -174,7 +175,7 @@ def test_a_logger_that_was_killed_goes_on_from_its_step(tmp_path: Path) -> None:
         log = Logger(JsonlOutput(tmp_path / "metrics.jsonl"), config)
         log.add(-1, {"loss": 0.0})
         log.add(step, {"loss": 1.0})
-        log.evaluated(40, {"eval/score": 3.0, "eval/step": 40.0})
+        log.add(40, {"eval/score": 3.0, "eval/step": 40.0})
         log.close()
     found = rows(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in found if "loss" in row] == [100, 100, 100]
@@ -188,9 +189,19 @@ def test_a_logger_that_was_killed_goes_on_from_its_step(tmp_path: Path) -> None:
     assert rows(tmp_path / "metrics.jsonl")[-1]["step"] == 5
 
 
+def test_the_status_is_recorded_where_displays_read_it(tmp_path: Path) -> None:
+    log, _ = keeper(tmp_path)
+    log.add(100, {"loss": np.float32(1.5), "learner/start": "from scratch", "bad": np.nan})
+    log.record()
+    found = newest_metrics(tmp_path)
+    assert (found["step"], found["loss"], found["learner/start"]) == (100, 1.5, "from scratch")
+    assert "bad" not in found
+    log.close()
+
+
 def test_the_step_never_falls_back(tmp_path: Path) -> None:
     log, output = keeper(tmp_path)
-    log.add(-1, {"loss": 0.0})  # nobody has said yet how far the run is: not written
+    log.add(-1, {"loss": 0.0})  # the step is not known yet: not written
     log.add(100, {"loss": 1.0})
     log.add(-1, {"loss": 2.0})
     play(log, 50, [1.0])
@@ -254,7 +265,7 @@ def test_the_filmed_episode_is_written_as_a_video(tmp_path: Path) -> None:
     assert log.status()["finished"] == 2
 
 
-def test_nobody_waits_for_a_slow_output_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_no_call_waits_for_a_slow_output_and_nothing_is_lost(tmp_path: Path) -> None:
     log, output = keeper(tmp_path)
     output.go.clear()
     log.add(1, {"loss": 1.0})

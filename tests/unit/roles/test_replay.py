@@ -18,7 +18,7 @@ from dreamfleet.config import RunConfig
 from dreamfleet.fleet.factories import replay, stream
 from dreamfleet.replay.storage import journal
 from dreamfleet.roles.progress import limiter_for
-from dreamfleet.roles.replay import ReplayService, _is_new
+from dreamfleet.roles.replay import ReplayService
 
 ENVS = 4
 
@@ -67,7 +67,7 @@ def test_counts_and_limiter_are_those_of_the_kill(tmp_path: Path) -> None:
     assert (before["steps"], before["samples"]) == (56, 14)
     again = open_service(killed_and_moved(config, tmp_path / "2"))
     assert again.lead.position() == before
-    # A batch that is sent again is known, and counted by nobody a second time.
+    # A batch that is sent again is known, and not counted a second time.
     play(again, 10, 14)
     assert again.lead.position() == before
     again.close()
@@ -130,17 +130,6 @@ def test_a_replay_that_lost_its_files_is_noticed(
         again = open_service(moved)
     assert "holds 40 steps less" in caplog.text
     assert again.lead.position()["steps"] == 40, "the run has made them all the same"
-
-
-def test_a_call_of_which_two_replays_fail_is_told_from_the_first_time(tmp_path: Path) -> None:
-    suspect, other = tmp_path / "suspect", (steps(1), np.arange(ENVS), False, "actor", 2)
-    call = (steps(0), np.arange(ENVS), False, "actor", 1)
-    assert _is_new(call, suspect), "which is left to the successor"
-    assert not _is_new(call, suspect), "which is answered"
-    assert _is_new(other, suspect)
-    assert _is_new((), suspect)
-    assert _is_new((), suspect), "nothing in it can be to blame"
-    assert not _is_new(other, suspect)
 
 
 def test_what_cannot_be_saved_is_let_go_of_all_the_same(

@@ -199,14 +199,13 @@ class ReplayCoordinator:
     # --- the rest --------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """What the limiter allows, and who waits for what."""
-        inserting = (self._waiting.get(f"actor/{shard}", "") for shard in self._shards)
-        return {
-            "limiter/avail": self._limiter.avail,
-            "limiter/size": float(self._limiter.size),
-            "waiting/actor": next(filter(None, inserting), ""),
-            "waiting/learner": self._waiting.get("learner", ""),
-        }
+        """What the limiter allows."""
+        return {"limiter/avail": self._limiter.avail, "limiter/size": float(self._limiter.size)}
+
+    def waits(self) -> str:
+        """Why actors and learner wait for the limiter; empty if they do not."""
+        reasons = (reason.rstrip(".") for reason in list(self._waiting.values()))
+        return "; ".join(dict.fromkeys(filter(None, reasons)))
 
     def _check(self, shard: int) -> None:
         if shard not in self._shards:
