@@ -161,6 +161,22 @@ class Scored:
         return {**obs, "reward": reward}
 
 
+class Awaiting(Scored):
+    """One that waits in the middle of its first episode until there is a file `killed`."""
+
+    def __init__(self, folder: Path, envid: int) -> None:
+        super().__init__(folder, envid)
+        self._folder, self._made = folder, 0
+
+    def step(self, action: Mapping[str, Any]) -> Any:
+        self._made += 1
+        if self._made == 10:
+            (self._folder / "playing").touch()
+            while not (self._folder / "killed").exists():
+                time.sleep(0.01)
+        return super().step(action)
+
+
 class Halting:
     """A dummy that halts at some steps until files let it go on."""
 

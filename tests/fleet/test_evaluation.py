@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal as signals
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,8 +15,8 @@ from typing import Any
 import pytest
 from fleet_parts import (
     EVERY_STEP,
+    Awaiting,
     Paced,
-    Scored,
     left_behind,
     parts,
     processes_by_title,
@@ -233,7 +232,7 @@ def over(folder: Path, name: str, **settings: Any) -> RunConfig:
 
 
 def test_the_evaluation_at_the_end_is_a_part_of_the_run(folder: Path) -> None:
-    """The status shows it, no second run may begin meanwhile, and its readers get the result."""
+    """The status shows it, no second run may begin meanwhile, and all outputs get its result."""
     config = over(folder, "Looking", eval_episodes=1)
     logged: list[Any] = []
 
@@ -392,22 +391,6 @@ def test_rounds_trust_the_networks_that_the_run_itself_names(
     assert {*kinds} == {"round", "final"}
     with pytest.raises(ConfigError, match="names nets:Own, which"):
         Policy.load(tmp_path, agent="random")
-
-
-class Awaiting(Scored):
-    """One that waits in the middle of its first episode until there is a file `killed`."""
-
-    def __init__(self, folder: Path, envid: int) -> None:
-        super().__init__(folder, envid)
-        self._folder, self._made = folder, 0
-
-    def step(self, action: Mapping[str, Any]) -> Any:
-        self._made += 1
-        if self._made == 10:
-            (self._folder / "playing").touch()
-            while not (self._folder / "killed").exists():
-                time.sleep(0.01)
-        return super().step(action)
 
 
 def test_rounds_while_training_survive_restarts_and_decide_the_best_checkpoint(

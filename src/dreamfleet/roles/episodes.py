@@ -8,7 +8,6 @@ however fast each environment is. Between two rounds they get no reply and wait.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -69,7 +68,6 @@ class EpisodeServer:
         self._round: _Round | None = None
         self._changed = threading.Condition()
         self._waiting: dict[Group, _Request] = {}
-        self._failures: deque[tuple[Group, str, bool]] = deque()
         self._server = BatchServer(address, "evaluation")
         # Every message is a batch, on a thread that waits for the others. Twice as many threads:
         # one may still wait for a process that was started again meanwhile.
@@ -101,10 +99,12 @@ class EpisodeServer:
         """A process has ended: its episodes have failed, and if it is not started again, so have
         all that it should have played."""
         with self._changed:
-            self._failures.append((group, error, for_good))
+            self._drop(group)
             if for_good:
                 self._gone[group] = error
-            self._drop(group)
+            if current := self._round:
+                for envid in group:
+                    current.fail(self._places[envid], error, for_good=for_good)
             self._changed.notify_all()
 
     def play(
@@ -121,26 +121,34 @@ class EpisodeServer:
             episodes: How many there are, with those that fail.
             tick: Called now and then, also while nothing happens. What it raises ends the round.
         """
-        self._round = current = _Round(agent, mode, len(self._places), episodes, self._max_steps)
-        self._failures.extend((group, error, True) for group, error in self._gone.items())
-        while True:
-            tick()
-            requests = self._wait_for_all(tick)
-            while self._failures:
-                group, error, for_good = self._failures.popleft()
-                for envid in group:
-                    current.fail(self._places[envid], error, for_good=for_good)
-            if current.over():
-                return current.result()
-            if requests:
-                obs, there = self._stacked(requests)
-                for place in current.interrupted(obs, there):
-                    envid = list(self._places)[place]
-                    current.fail(place, self._why(self._group_of[envid]))
-                reply = current.step(obs, there)
-                if current.over():  # the replies wait until the next round begins
-                    return current.result()
-                self._reply(requests, reply)
+        with self._changed:  # which a wait releases
+            self._round = current = _Round(
+                agent, mode, len(self._places), episodes, self._max_steps
+            )
+            for group, error in self._gone.items():
+                self.fail(group, error, for_good=True)
+            while not current.over():
+                tick()
+                living = [group for group in self._groups if group not in self._gone]
+                if all(group in self._waiting for group in living):
+                    self._step(current, [self._waiting[group] for group in living])
+                else:
+                    self._changed.wait(_TICK_SECONDS)
+            return current.result()
+
+    def _step(self, current: _Round, requests: Sequence[_Request]) -> None:
+        """Answer the observations of all environments; the last ones of a round are answered when
+        the next one begins."""
+        obs, there = self._stacked(requests)
+        for place in current.interrupted(obs, there):
+            envid = list(self._places)[place]
+            current.fail(place, self._why(self._group_of[envid]))
+        reply = current.step(obs, there)
+        if current.over():
+            return
+        self._waiting.clear()
+        for request in requests:
+            request.reply.set_result({k: value[request.places] for k, value in reply.items()})
 
     @property
     def steps(self) -> int:
@@ -174,18 +182,6 @@ class EpisodeServer:
         if (request := self._waiting.pop(group, None)) is not None:
             request.reply.set_exception(ActorFailed("The evaluation is over."))
 
-    def _wait_for_all(self, tick: Callable[[], None]) -> list[_Request]:
-        """The observations of all environments; none if something failed."""
-        while True:
-            with self._changed:
-                if self._failures:
-                    return []
-                living = [group for group in self._groups if group not in self._gone]
-                if all(group in self._waiting for group in living):
-                    return [self._waiting[group] for group in living]
-                self._changed.wait(_TICK_SECONDS)
-            tick()
-
     def _stacked(self, requests: Sequence[_Request]) -> tuple[Arrays, NDArray[np.bool_]]:
         """A row for each environment, and which of them have sent one. The others, which have
         failed, get another's, so that the policy is compiled for one size only."""
@@ -196,14 +192,6 @@ class EpisodeServer:
         there[places] = True
         keys = requests[0].obs
         return {k: np.concatenate([each.obs[k] for each in requests])[source] for k in keys}, there
-
-    def _reply(self, requests: Sequence[_Request], reply: Arrays) -> None:
-        with self._changed:
-            for group, request in list(self._waiting.items()):
-                if request in requests:
-                    del self._waiting[group]
-                    rows = {key: value[request.places] for key, value in reply.items()}
-                    request.reply.set_result(rows)
 
 
 @dataclass(eq=False)

@@ -22,13 +22,7 @@ from dreamfleet.metrics import Aggregate, Timer, Usage
 from dreamfleet.roles.health import STARTED, health_path
 from dreamfleet.roles.logger_client import LoggerClient
 from dreamfleet.roles.policy_batches import policy_sizes
-from dreamfleet.roles.progress import (
-    LOOK_AHEAD,
-    Progress,
-    hang_up_in_time,
-    limiter_for,
-    most_owed,
-)
+from dreamfleet.roles.progress import LOOK_AHEAD, Progress, hang_up_in_time, limiter_for
 from dreamfleet.roles.runtime import POLL_SECONDS
 from dreamfleet.roles.saver import Saver
 from dreamfleet.roles.scaling.parameters import serve_parameters
@@ -44,6 +38,7 @@ longer times, up to `save_every`."""
 _CONFIRM_SECONDS = 0.02  # between two looks whether all steps are confirmed
 _BATCH_SECONDS = 0.1  # after which a learner without a batch does what else is due
 _FLUSH_SECONDS = 5.0
+_ROWS_ON_THEIR_WAY = 4  # from an actor at most: so many times the limiter's tolerance
 _COMPILING = (
     "the learner is compiling the agent; the first time takes 20 s with a small model and minutes "
     "with a large one"
@@ -208,6 +203,7 @@ class Learner:
         Environments of a run that is under way do not wait until training is compiled."""
         started = health_path(self._args, STARTED).exists()
         if policy_first := started and hasattr(self._agent, "compile_policy"):
+            self._health.waits(_COMPILING)
             compile_policy(self._agent, policy_sizes(self._args))
         else:
             self.compile()
@@ -374,15 +370,15 @@ class Learner:
                 log.debug("The replay has not heard of the end: %s", error)
         if self._finishing is not None or not self._may_finish():
             return
-        # Another host may have more to make up for than this one's replay allows at once.
-        batches, sent = min(self.updates_left(), most_owed(self._args)), self._progress.sent
+        sequences, sent = self.updates_left() * self._args.host_batch, self._progress.sent
         with self._tolerant():
-            self._finishing = self._updates.finish(batches * self._args.host_batch), sent
+            self._finishing = self._updates.finish(sequences), sent
 
     def _owed(self, steps: int) -> int:
         """Updates that `train_ratio` asks for and that were not made, because nothing was trained
-        before the replay held enough steps. No more than that: a run whose ratio was raised does
-        not make up for the time before."""
+        before the replay held enough steps, and because it takes those that are on their way
+        without a wait. No more than that: a run does not make up for updates that were lost with
+        their parameters, nor for the time before its ratio was raised."""
         args = self._args
         if args.offline or args.train_ratio <= 0 or not args.catch_up:
             return 0
@@ -390,7 +386,11 @@ class Learner:
             return 0
         asked = int(args.train_ratio * steps / (args.batch_size * args.batch_length))
         asked += args.pretrain
-        return max(0, min(asked - self._saver.updates, most_owed(args, self._saver.fills)))
+        limiter = limiter_for(args)
+        on_their_way = (1 + _ROWS_ON_THEIR_WAY * args.actors) * limiter.tolerance
+        held = limiter.ratio * (limiter.minsize + on_their_way) + limiter.debt
+        most = int(self._saver.fills * held / args.host_batch) + LOOK_AHEAD
+        return max(0, min(asked - self._saver.updates, most))
 
     # --- batches, profiles, metrics --------------------------------------------------------------
 

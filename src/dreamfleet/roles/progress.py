@@ -176,7 +176,6 @@ def hang_up_in_time(progress: Progress, logger: LoggerClient, *replays: Closable
 
 LOOK_AHEAD = 2
 """Batches that a learner requests before they are needed."""
-_ROWS_ON_THEIR_WAY = 4  # from an actor at most: so many times the limiter's tolerance
 
 
 def limiter_for(args: RunConfig) -> SamplesPerInsert:
@@ -194,13 +193,3 @@ def limiter_for(args: RunConfig) -> SamplesPerInsert:
         # As much as the learner may be ahead: one that keeps up is exactly where it should be.
         debt=args.limiter_tolerance if args.catch_up else None,
     )
-
-
-def most_owed(args: RunConfig, fills: float = 1.0) -> int:
-    """Updates that a run may be short of when it has made its steps, because nothing was trained
-    before the replay held enough of them, which happened `fills` times, and because the replay
-    takes the steps that are on their way without a wait."""
-    limiter = limiter_for(args)
-    on_their_way = (1 + _ROWS_ON_THEIR_WAY * args.actors) * limiter.tolerance
-    held = limiter.ratio * (limiter.minsize + on_their_way) + limiter.debt
-    return int(fills * held / args.host_batch) + LOOK_AHEAD
