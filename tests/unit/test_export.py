@@ -152,7 +152,8 @@ class Arm(EpisodicEnv):
 def test_actions_are_in_the_units_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     env = make_env(Arm)
     given: list[Any] = []
-    monkeypatch.setattr(env.env, "step", given.append)
+    step = env.env.step
+    monkeypatch.setattr(env.env, "step", lambda action: given.append(action) or step(action))
     graph, agent = graph_of("vectors")
     raw = feed_of(graph, agent, 64)
     native = graph.reference(raw)["action.move"]

@@ -129,7 +129,6 @@ def together(programs: list[list[str]]) -> None:
             for program, *arguments in programs
         ]
         ended = [(process.communicate()[1], process.returncode) for process in started]
-        meeting.close()
     assert [code for _, code in ended] == [0] * count, "\n\n".join(text for text, _ in ended)
 
 

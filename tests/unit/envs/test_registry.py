@@ -306,7 +306,7 @@ def test_a_missing_extra_is_one_sentence_with_the_command(
         ({"time_limit": "x"}, "time_limit=x is not valid: use a whole number"),
         ({"repeat": 1.5}, "repeat=1.5 is not valid"),
         ({"size": 32}, "size=32 is not valid: use 2 values, each entry a whole number, at least 1"),
-        ({"size": (8, 0)}, r"size=\[8, 0\] is not valid"),
+        ({"size": (8, 0)}, r"size=\(8, 0\) is not valid"),
         ({"length": "long"}, "length=long is not valid: use a whole number"),
         ({"task": "gym:CartPole-v1", "hats": 3}, "'hats': it has .*max_episode_steps, obs, .*siz"),
         ({"task": "gym:CartPole-v1", "rendr": True}, "did you mean 'render'"),
