@@ -313,23 +313,26 @@ def test_the_power_is_cut_again_and_again(left: Path, boot: Callable[[], None]) 
         left = left.with_name(f"left-{number}")
 
 
-def test_steps_that_were_dropped_do_not_come_back(
-    left: Path, boot: Callable[[], None], memory_path: Path
+@pytest.mark.parametrize("cut", [True, False], ids=["power cut", "kill"])
+def test_what_a_successor_has_synced_is_held(
+    left: Path, boot: Callable[[], None], memory_path: Path, cut: bool
 ) -> None:
-    """Ticks of steps that were dropped are given to others, and synced."""
-    boot()
+    """Ticks of steps that a power cut has dropped are given to others, and the dropped ones do not
+    come back. After a kill the successor syncs what the killed process has not."""
+    if cut:
+        boot()
     with pytest.MonkeyPatch.context() as patch:
-        disk = Disk(left, patch)
+        disk = Disk(left, patch, None if cut else files_of(memory_path / "synced"))
         with opened(left) as replay:
-            replay.add(row(201), 2)
-            replay.add(row(202), 2)
+            for tag in (201, 202):
+                replay.add(row(tag), 2)
             replay._sync()
             states = list(disk.after_a_power_cut())
     boot()
     for number, state in enumerate(states):
         write(memory_path / f"cut-{number}", state)
         with opened(memory_path / f"cut-{number}") as replay:
-            assert stored(replay) == [*SYNCED, [201, 202]]
+            assert stored(replay) == [*(SYNCED if cut else ALL), [201, 202]]
 
 
 @pytest.mark.parametrize("change", ["a bit", "the end"])
@@ -349,22 +352,6 @@ def test_a_synced_journal_that_is_not_whole_is_the_one_before(
     boot()
     with opened(left.with_name("killed")) as replay:
         assert stored(replay) == SYNCED
-
-
-def test_a_successor_syncs_what_a_killed_process_has_not(
-    left: Path, boot: Callable[[], None], memory_path: Path
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        disk = Disk(left, patch, files_of(memory_path / "synced"))
-        with opened(left) as replay:
-            replay.add(row(104), 1)
-            replay._sync()
-            states = list(disk.after_a_power_cut())
-    boot()
-    for number, state in enumerate(states):
-        write(memory_path / f"cut-{number}", state)
-        with opened(memory_path / f"cut-{number}") as replay:
-            assert stored(replay) == [[1, 2, 3], [101, 102, 103, 104]]
 
 
 def test_without_the_id_of_the_boot_every_process_is_another_boot(
