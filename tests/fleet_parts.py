@@ -453,6 +453,31 @@ def stored_streams(directory: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
+def check_order(stream: dict[str, Any], cuts: int) -> None:
+    """Every step of an environment is there, once, in order, and with the action taken. So many
+    episodes at most were cut short: by ends of the agent or of the environment's process."""
+    length = EVERY_STEP["length"]
+    episode, step = stream["vector"][:, 1].astype(int), stream["vector"][:, 2].astype(int)
+    assert stream["is_first"].tolist() == (step == 0).tolist()
+    assert stream["action"].tolist() == (step % 5).tolist()
+    starts = [n for n in range(1, len(step)) if step[n] != step[n - 1] + 1]
+    assert all(step[n] == 0 for n in [0, *starts]), "no episode begins in its middle"
+    assert all(episode[n] in (episode[n - 1] + 1, 0) for n in starts), "from 0 in a new process"
+    assert sum(step[n - 1] != length for n in starts) <= cuts
+
+
+def check_counts(logdir: Path, found: Mapping[int, Any]) -> Any:
+    """All roles have counted the steps that are stored; returns the newest checkpoint."""
+    from dreamfleet.checkpoint import Checkpoint  # environments import this file, and stay small
+
+    total = sum(len(stream["action"]) for stream in found.values())
+    snapshot = Checkpoint(logdir / "ckpt" / "agent").load()
+    assert snapshot.step == snapshot.parts["replay"]["steps"] == total
+    logged = [row["step"] for row in rows(logdir / "metrics.jsonl")]
+    assert logged == sorted(logged)
+    return snapshot
+
+
 def rows(path: Path) -> list[dict[str, Any]]:
     """The lines of a file that may still be written: a line without an end is left out."""
     text = path.read_text() if path.exists() else ""

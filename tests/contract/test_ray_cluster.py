@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet_parts import CountingAgent, Paced, parts, rows, small_run, stored_streams
+from fleet_parts import (
+    CountingAgent,
+    Paced,
+    check_counts,
+    check_order,
+    parts,
+    small_run,
+    stored_streams,
+)
 from launcher_parts import LONG
 from ray_parts import Nodes, ray_processes, tell
 
@@ -23,7 +31,6 @@ from dreamfleet.parallel import combined
 # Ray starts its processes by forking, of which JAX warns if it was imported before.
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork")
 
-LENGTH = 25
 WHERE = {"agent": "agent", "env": "env", "replay": "store", "logger": "head"}
 """The role's processes go to the nodes that have this resource."""
 LOST = [("replay",), ("env-0", "env-2"), ("agent",)]
@@ -117,7 +124,10 @@ def test_nodes_come_and_go_and_the_run_goes_on(ray_cluster: Nodes, tmp_path: Pat
         assert kept == before.keys() - set(lost), said
     assert 0 < removals.updates[0] < removals.updates[1] < removals.updates[2]
     assert removals.updates[2] < removals.updates[3]
-    everything_stored_is_right(tmp_path)
+    found = stored_streams(tmp_path / "replay")
+    check_counts(tmp_path, found)
+    for stream in found.values():
+        check_order(stream, cuts=len(LOST))  # each loss cuts one episode short
     logs = [path.name for path in (tmp_path / "logs").iterdir()]
     assert sorted(logs) == ["agent.log", "env-0.log", "env-2.log", "logger.log", "replay.log"]
     # What others need to find and to read it is gone, or private.
@@ -148,20 +158,3 @@ def test_a_program_outside_of_the_cluster_sends_its_modules_along(
         assert running.wait(LONG) == 0, running.output()
     assert (tmp_path / "told").read_text() == "from a module and a variable"
     assert ray_processes() == []
-
-
-def everything_stored_is_right(logdir: Path) -> None:
-    found = stored_streams(logdir / "replay")
-    total = sum(len(stream["action"]) for stream in found.values())
-    snapshot = Checkpoint(logdir / "ckpt" / "agent").load()
-    assert snapshot.step == snapshot.parts["replay"]["steps"] == total
-    logged = [row["step"] for row in rows(logdir / "metrics.jsonl")]
-    assert logged == sorted(logged)
-    for stream in found.values():
-        step = stream["vector"][:, 2].astype(int)
-        assert stream["is_first"].tolist() == (step == 0).tolist()
-        assert stream["action"].tolist() == (step % 5).tolist()
-        starts = [n for n in range(1, len(step)) if step[n] != step[n - 1] + 1]
-        assert all(step[n] == 0 for n in starts)
-        # Each loss cuts one episode short.
-        assert sum(step[n - 1] != LENGTH for n in starts) <= len(LOST)

@@ -23,11 +23,12 @@ from dreamfleet.replay.storage.memory import Arena
 PAGE = 4096
 LENGTH, CHUNK = 2, 4
 WRITER = "writer"
+Boot = Callable[[], None]
 Files = dict[str, bytes]
 
 
 @pytest.fixture
-def boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Boot:
     """Starts the machine again, as far as a replay can see."""
     path, count = tmp_path / "boot_id", itertools.count()
     monkeypatch.setattr(journal, "BOOT_ID", path, raising=False)
@@ -139,7 +140,7 @@ class Disk:
         self._directory = directory
         self.sure = {**files_of(directory), "journal": b""} if sure is None else sure
         self.names = set(self.sure)
-        self.before_sync: Callable[[], None] = lambda: None
+        self.before_sync: Boot = lambda: None
         sync, fsync = Arena.sync, os.fsync
 
         def synced(arena: Arena, slot: int) -> None:
@@ -200,9 +201,7 @@ def write(directory: Path, files: Files) -> None:
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_any_pages_behind_the_last_sync_are_lost(
-    case: str, memory_path: Path, boot: Callable[[], None]
-) -> None:
+def test_any_pages_behind_the_last_sync_are_lost(case: str, memory_path: Path, boot: Boot) -> None:
     """Between two syncs, and at every moment within the second: each subset of the pages, the new
     names and the removals that are not synced yet."""
     capacity, before, after = CASES[case]
@@ -254,7 +253,7 @@ def test_any_pages_behind_the_last_sync_are_lost(
 
 
 @pytest.fixture
-def left(memory_path: Path, boot: Callable[[], None]) -> Path:
+def left(memory_path: Path, boot: Boot) -> Path:
     """A directory whose process was killed after some steps had been synced, and some not."""
     del boot  # it is patched
     _, before, after = CASES["two streams"]
@@ -277,7 +276,7 @@ def test_a_kill_drops_nothing(left: Path) -> None:
 
 
 def test_another_boot_drops_what_is_not_synced(
-    left: Path, boot: Callable[[], None], caplog: pytest.LogCaptureFixture
+    left: Path, boot: Boot, caplog: pytest.LogCaptureFixture
 ) -> None:
     boot()
     with opened(left) as replay:
@@ -290,7 +289,7 @@ def test_another_boot_drops_what_is_not_synced(
 
 
 def test_after_an_orderly_end_another_boot_drops_nothing(
-    left: Path, boot: Callable[[], None], caplog: pytest.LogCaptureFixture
+    left: Path, boot: Boot, caplog: pytest.LogCaptureFixture
 ) -> None:
     opened(left).close()
     boot()
@@ -301,7 +300,7 @@ def test_after_an_orderly_end_another_boot_drops_nothing(
     assert not caplog.text
 
 
-def test_the_power_is_cut_again_and_again(left: Path, boot: Callable[[], None]) -> None:
+def test_the_power_is_cut_again_and_again(left: Path, boot: Boot) -> None:
     for number in range(3):
         boot()
         replay = opened(left)
@@ -313,28 +312,31 @@ def test_the_power_is_cut_again_and_again(left: Path, boot: Callable[[], None]) 
         left = left.with_name(f"left-{number}")
 
 
-def test_steps_that_were_dropped_do_not_come_back(
-    left: Path, boot: Callable[[], None], memory_path: Path
+@pytest.mark.parametrize("cut", [True, False], ids=["power cut", "kill"])
+def test_what_a_successor_has_synced_is_held(
+    left: Path, boot: Boot, memory_path: Path, cut: bool
 ) -> None:
-    """Ticks of steps that were dropped are given to others, and synced."""
-    boot()
+    """Ticks of steps that a power cut has dropped are given to others, and the dropped ones do not
+    come back. After a kill the successor syncs what the killed process has not."""
+    if cut:
+        boot()
     with pytest.MonkeyPatch.context() as patch:
-        disk = Disk(left, patch)
+        disk = Disk(left, patch, None if cut else files_of(memory_path / "synced"))
         with opened(left) as replay:
-            replay.add(row(201), 2)
-            replay.add(row(202), 2)
+            for tag in (201, 202):
+                replay.add(row(tag), 2)
             replay._sync()
             states = list(disk.after_a_power_cut())
     boot()
     for number, state in enumerate(states):
         write(memory_path / f"cut-{number}", state)
         with opened(memory_path / f"cut-{number}") as replay:
-            assert stored(replay) == [*SYNCED, [201, 202]]
+            assert stored(replay) == [*(SYNCED if cut else ALL), [201, 202]]
 
 
 @pytest.mark.parametrize("change", ["a bit", "the end"])
 def test_a_synced_journal_that_is_not_whole_is_the_one_before(
-    left: Path, boot: Callable[[], None], change: str
+    left: Path, boot: Boot, change: str
 ) -> None:
     before = files_of(left)
     with opened(left) as replay:
@@ -349,22 +351,6 @@ def test_a_synced_journal_that_is_not_whole_is_the_one_before(
     boot()
     with opened(left.with_name("killed")) as replay:
         assert stored(replay) == SYNCED
-
-
-def test_a_successor_syncs_what_a_killed_process_has_not(
-    left: Path, boot: Callable[[], None], memory_path: Path
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        disk = Disk(left, patch, files_of(memory_path / "synced"))
-        with opened(left) as replay:
-            replay.add(row(104), 1)
-            replay._sync()
-            states = list(disk.after_a_power_cut())
-    boot()
-    for number, state in enumerate(states):
-        write(memory_path / f"cut-{number}", state)
-        with opened(memory_path / f"cut-{number}") as replay:
-            assert stored(replay) == [[1, 2, 3], [101, 102, 103, 104]]
 
 
 def test_without_the_id_of_the_boot_every_process_is_another_boot(
@@ -383,7 +369,7 @@ def test_without_the_id_of_the_boot_every_process_is_another_boot(
 
 
 def test_steps_that_are_not_synced_are_not_read_either(
-    left: Path, boot: Callable[[], None], memory_path: Path
+    left: Path, boot: Boot, memory_path: Path
 ) -> None:
     assert sum(each.length for each in stored_episodes([left])) == 6
     boot()
@@ -396,7 +382,7 @@ def test_steps_that_are_not_synced_are_not_read_either(
 
 
 def test_a_thread_syncs_new_steps(
-    memory_path: Path, boot: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    memory_path: Path, boot: Boot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced, flush = threading.Event(), Journal.flush
 
@@ -424,7 +410,7 @@ def test_a_replay_that_is_forgotten_ends_its_thread(memory_path: Path) -> None:
 
 
 def test_a_sync_that_fails_is_made_up_for(
-    memory_path: Path, boot: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    memory_path: Path, boot: Boot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
         raise OSError("the disk does not answer")
@@ -444,7 +430,7 @@ def test_a_sync_that_fails_is_made_up_for(
 
 
 def test_what_is_saved_knows_no_steps_that_may_be_dropped(
-    memory_path: Path, boot: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    memory_path: Path, boot: Boot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps come in while a checkpoint is made."""
     sync = Arena.sync

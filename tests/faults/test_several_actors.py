@@ -9,11 +9,12 @@ from __future__ import annotations
 import signal
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fleet_parts import (
     CountingAgent,
     Paced,
+    check_counts,
+    check_order,
     left_behind,
     parts,
     processes_by_title,
@@ -22,10 +23,7 @@ from fleet_parts import (
     stored_streams,
 )
 
-from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.parallel import combined
-
-LENGTH = 25
 
 
 class Killer:
@@ -67,18 +65,6 @@ def versions(logdir: Path) -> list[float]:
     return [row[name] for row in rows(logdir / "metrics.jsonl") if name in row]
 
 
-def counted(logdir: Path) -> tuple[dict[int, dict[str, Any]], int]:
-    """What is stored, and the run's step, on which all roles agree."""
-    found = stored_streams(logdir / "replay")
-    total = sum(len(stream["action"]) for stream in found.values())
-    snapshot = Checkpoint(logdir / "ckpt" / "agent").load()
-    assert snapshot.step == snapshot.parts["replay"]["steps"] == total
-    logged = [row["step"] for row in rows(logdir / "metrics.jsonl")]
-    assert logged == sorted(logged)
-    assert logged[-1] == total
-    return found, total
-
-
 def test_an_actor_and_then_the_agent_are_killed_and_the_run_goes_on(tmp_path: Path) -> None:
     common = {"actors": 2, "on_failure": "restart", "log_every": 0.2, "train_ratio": 0.2}
     # What an episode scores, once that is allowed, is the end of the first run.
@@ -88,22 +74,17 @@ def test_an_actor_and_then_the_agent_are_killed_and_the_run_goes_on(tmp_path: Pa
     combined(**fleet, args=config, say=killer)
     assert killer.restarts == ["actor-1", "agent"], "\n".join(killer.lines)
     assert left_behind() == []
-    found, total = counted(tmp_path)
+    found = stored_streams(tmp_path / "replay")
+    total = check_counts(tmp_path, found).step
     assert sorted(found) == [0, 1, 2, 3]
     for stream in found.values():
-        episode, step = stream["vector"][:, 1].astype(int), stream["vector"][:, 2].astype(int)
-        assert stream["is_first"].tolist() == (step == 0).tolist()
-        assert stream["action"].tolist() == (step % 5).tolist()
-        starts = [0, *(n for n in range(1, len(step)) if step[n] != step[n - 1] + 1)]
-        assert all(step[n] == 0 for n in starts), "no episode begins in its middle"
-        assert (episode[starts[1:]] > episode[[n - 1 for n in starts[1:]]]).all()
         # Each environment lost the actor that it calls once. The environments of the actor that
         # was not killed with the agent waited for the learner, and went on.
-        assert sum(step[n - 1] != LENGTH for n in starts[1:]) <= 1
+        check_order(stream, cuts=1)
     assert found[1]["updates"].max() > 0
 
     more = small_run(tmp_path, steps=total + 300, save_every=0, **common)
     fleet = parts(more, make_agent=CountingAgent, make_env_train=partial(Paced, tmp_path))
     combined(**fleet, args=more)
-    assert counted(tmp_path)[1] >= more.steps
+    assert check_counts(tmp_path, stored_streams(tmp_path / "replay")).step >= more.steps
     assert left_behind() == []

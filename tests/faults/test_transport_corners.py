@@ -91,7 +91,7 @@ def test_frame_above_the_limit_is_refused_where_it_is_sent(monkeypatch: pytest.M
 
 def test_a_reader_sleeps_through_no_call_while_queued_jobs_run() -> None:
     """The signal of a message may be swallowed by the answer that another thread sends."""
-    server = Server("ipc://{auto}")
+    server = Server("tcp://127.0.0.1:{auto}")
     hold = threading.Event()
     entered = threading.Semaphore(0)
 
@@ -128,6 +128,35 @@ class _LatePoller:
             late.poll(3)
             if not ready or self._poller.poll(0):
                 return ready
+
+
+def test_a_call_that_comes_while_a_server_asks_who_is_connected_is_read_at_once() -> None:
+    connections: set[bytes] = set()
+    server = BatchServer("tcp://127.0.0.1:{auto}")
+    server.bind(
+        "act",
+        lambda x: (x, None),
+        batch=1,
+        check=lambda origin, _: connections.add(origin.caller.connection),
+    )
+    start = threading.Semaphore(0)
+
+    def ask() -> None:
+        for _ in range(1500):
+            start.acquire()
+            server.between_calls(lambda: [server.connected(each) for each in connections])
+
+    with server, Client(server.address, timeout=10.0) as client:
+        client.connect()
+        thread = threading.Thread(target=ask)
+        thread.start()
+        try:
+            for value in range(1500):
+                start.release()
+                assert client.call_block("act", np.array([value])).result() == value
+        finally:
+            start.release(1500)
+            thread.join()
 
 
 def test_an_idle_client_finds_the_successor_with_its_first_call() -> None:

@@ -227,7 +227,11 @@ def test_settings_are_arguments(tmp_path: Path) -> None:
     assert result is not None
     assert read_config(tmp_path).replay.chunk == 32
     assert "Training random on bundled:dummy" in said[0]
+    assert said[-1].endswith(f"Results: {tmp_path}")
+    assert rows(tmp_path / "evaluations.jsonl")[0]["returns"] == result.returns
+    assert train(config, say=silent, display=None, steps=120, eval_episodes=0) is None
     for given, words in (
+        ({"task": "bundled:catch"}, "holds a run with task bundled:dummy"),
         ({"env": Dummy, "task": "bundled:dummy"}, "env and task are the same thing"),
         ({"preset": "debug"}, "leave the preset out"),
         ({"replay__chonk": 3}, "did you mean"),

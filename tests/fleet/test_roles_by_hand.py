@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from fleet_parts import parts, small_run
+from fleet_parts import Paced, parts, small_run
 
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError

@@ -28,6 +28,8 @@ from dreamfleet.policy import BLUEPRINT, Blueprint
 from dreamfleet.presets import PRESETS
 from dreamfleet.training import final_evaluation
 
+Run = tuple[Path, Dreamer]
+
 
 def saved(logdir: Path, agent: Any, config: RunConfig, step: int = 70) -> Path:
     """A checkpoint as the learner writes it."""
@@ -36,7 +38,7 @@ def saved(logdir: Path, agent: Any, config: RunConfig, step: int = 70) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Dreamer]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run's directory that holds a checkpoint and nothing else, and the agent that wrote it."""
     logdir = tmp_path_factory.mktemp("run")
     config = RunConfig(agent_config=worlds.config(), env_options={"size": (16, 16)})
@@ -52,7 +54,7 @@ def observations(count: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-def test_it_acts_as_the_agent_does(run: tuple[Path, Dreamer], greedy: bool) -> None:
+def test_it_acts_as_the_agent_does(run: Run, greedy: bool) -> None:
     logdir, _ = run
     policy, agent = Policy.load(logdir, greedy=greedy), Policy.load(logdir).agent
     carry, state = agent.init_policy(3), policy.reset(3)
@@ -70,7 +72,7 @@ def test_it_acts_as_the_agent_does(run: tuple[Path, Dreamer], greedy: bool) -> N
     assert set(policy.obs_space) == {"vector", "token", "image", "depth"}
 
 
-def test_one_observation_is_a_batch_of_one(run: tuple[Path, Dreamer]) -> None:
+def test_one_observation_is_a_batch_of_one(run: Run) -> None:
     alone, batched = Policy.load(run[0]), Policy.load(run[0])
     state = rows = None
     for number in range(3):
@@ -83,7 +85,7 @@ def test_one_observation_is_a_batch_of_one(run: tuple[Path, Dreamer]) -> None:
                 np.testing.assert_array_equal(one[key], many[key][0])
 
 
-def test_it_remembers_and_forgets(run: tuple[Path, Dreamer]) -> None:
+def test_it_remembers_and_forgets(run: Run) -> None:
     """The carry after an observation depends on what came before, unless the row was reset."""
     first, second = observations(2, 1), observations(2, 2)
 
@@ -117,24 +119,20 @@ def test_it_remembers_and_forgets(run: tuple[Path, Dreamer]) -> None:
         ({"image": np.zeros((2, 3, 16, 16), np.uint8)}, r"\(2, 3, 16, 16\).*for_gym\(env\)"),
     ],
 )
-def test_a_wrong_observation_is_named(
-    run: tuple[Path, Dreamer], change: dict[str, Any], words: str
-) -> None:
+def test_a_wrong_observation_is_named(run: Run, change: dict[str, Any], words: str) -> None:
     obs = {k: v for k, v in {**observations(2), **change}.items() if v is not None}
     with pytest.raises(ConfigError, match=words):
         Policy.load(run[0])(obs)
 
 
-def test_a_state_of_another_size_is_refused(run: tuple[Path, Dreamer]) -> None:
+def test_a_state_of_another_size_is_refused(run: Run) -> None:
     policy = Policy.load(run[0])
     with pytest.raises(ConfigError, match="2 observations and a state for 3"):
         policy(observations(2), policy.reset(3))
 
 
 @pytest.mark.parametrize("inside", ["", "ckpt/agent", "ckpt/agent/000001-step-000000000070"])
-def test_a_run_its_checkpoints_and_one_of_them_will_do(
-    run: tuple[Path, Dreamer], inside: str
-) -> None:
+def test_a_run_its_checkpoints_and_one_of_them_will_do(run: Run, inside: str) -> None:
     assert Policy.load(run[0] / inside).step == 70
 
 
@@ -146,9 +144,7 @@ def test_no_checkpoint_is_said(tmp_path: Path) -> None:
         Policy.load(tmp_path)
 
 
-def test_a_moved_checkpoint_loads_in_a_process_that_knows_nothing(
-    run: tuple[Path, Dreamer], tmp_path: Path
-) -> None:
+def test_a_moved_checkpoint_loads_in_a_process_that_knows_nothing(run: Run, tmp_path: Path) -> None:
     (run[0] / "ckpt").rename(run[0] / "elsewhere")
     try:
         code = (
@@ -437,7 +433,7 @@ def test_the_best_checkpoint_can_be_loaded(tmp_path: Path) -> None:
 
 
 def test_networks_of_your_own_are_imported_only_when_you_name_them(
-    run: tuple[Path, Dreamer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A downloaded checkpoint must not choose what is imported."""
     _, agent = run

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agent_worlds import ACTIONS, IMAGE, VECTOR, config, random_batch
+from agent_worlds import ACTIONS, VECTOR, config, random_batch
 
 from dreamfleet import ConfigError, Space
 from dreamfleet.agents.dreamer import world_model
@@ -121,7 +121,6 @@ def reached(grads: Any) -> dict[str, set[str]]:
     ("obs", "act", "loss", "others"),
     [
         (VECTOR, ACTIONS, UNEVEN, {}),
-        (IMAGE, ACTIONS, {}, {}),
         (
             *MASKED,
             {"reward_grad": False, "replay_value_grad": False},
@@ -138,7 +137,7 @@ def reached(grads: Any) -> dict[str, set[str]]:
             },
         ),
     ],
-    ids=["vectors", "images", "masks", "barlow"],
+    ids=["vectors", "masks", "barlow"],
 )
 def test_losses_move_the_networks_that_the_table_names(
     obs: dict[str, Space],

@@ -14,11 +14,13 @@ from dreamfleet.replay import Replay, ReplayError
 from dreamfleet.replay.episodes import Finished
 from dreamfleet.replay.storage import journal
 
+Boot = Callable[[], None]
+Cut = tuple[Replay, str, list[Finished]]
 _numbers = itertools.count(1)
 
 
 @pytest.fixture(autouse=True)
-def boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Boot:
     """Starts the machine again, as far as a replay can see."""
     path, count = tmp_path / "boot_id", itertools.count()
     monkeypatch.setattr(journal, "BOOT_ID", path)
@@ -147,9 +149,7 @@ def test_what_is_read_in_time_is_not_kept(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def after_a_power_cut(
-    tmp_path: Path, boot: Callable[[], None]
-) -> Iterator[tuple[Replay, str, list[Finished]]]:
+def after_a_power_cut(tmp_path: Path, boot: Boot) -> Iterator[Cut]:
     """A replay that has lost steps, and what a reader had of it before."""
     replay = opened(tmp_path / "replay")
     play(replay, 0, 1)
@@ -167,7 +167,7 @@ def after_a_power_cut(
 
 
 def test_ticks_that_a_power_cut_gives_out_again_lose_and_double_no_score(
-    after_a_power_cut: tuple[Replay, str, list[Finished]], tmp_path: Path
+    after_a_power_cut: Cut, tmp_path: Path
 ) -> None:
     replay, epoch, found = after_a_power_cut
     play(replay, 0, 4)  # with the ticks of an episode that was read, and dropped
@@ -184,7 +184,7 @@ def test_ticks_that_a_power_cut_gives_out_again_lose_and_double_no_score(
 
 
 def test_a_reader_that_was_behind_at_a_power_cut_gets_what_is_left(
-    after_a_power_cut: tuple[Replay, str, list[Finished]], boot: Callable[[], None], tmp_path: Path
+    after_a_power_cut: Cut, boot: Boot, tmp_path: Path
 ) -> None:
     replay, epoch, found = after_a_power_cut
     play(replay, 0, 4)

@@ -60,6 +60,16 @@ def test_another_capacity_and_another_length(directory: Path, capacity: int, len
         assert len(items) <= capacity
 
 
+def test_streams_continue_after_a_restart(directory: Path) -> None:
+    model = ModelReplay(6, 100)
+    for tag in range(50):
+        with Replay(6, 100, directory, chunk=4, selector=InOrder()) as replay:
+            replay.add(step(tag, tag % 2), tag % 2)
+            model.add(tag, tag % 2)
+            assert (all_items(replay) if len(replay) else []) == model.items
+    assert len(list(directory.glob("*.chunk"))) == 14, "chunks are filled up, not started again"
+
+
 def test_a_stream_that_paused_continues_after_a_restart(tmp_path: Path) -> None:
     """What others evicted meanwhile is no gap."""
     with Replay(3, 50, tmp_path, chunk=5, selector=InOrder()) as replay:

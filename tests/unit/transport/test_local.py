@@ -22,11 +22,12 @@ from dreamfleet.transport.errors import MessageError
 from dreamfleet.transport.local import LocalSocket
 from dreamfleet.transport.slab import MAX_SLOTS, Slab, SlabView
 
+Ends = tuple[LocalSocket, LocalSocket]
 LARGE = 100_000
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[LocalSocket, LocalSocket]]:
+def ends() -> Iterator[Ends]:
     one, other = map(LocalSocket, sockets.socketpair(sockets.AF_UNIX, sockets.SOCK_SEQPACKET))
     yield one, other
     one.close()
@@ -83,7 +84,7 @@ def test_frames_arrive_as_they_were_sent(
     other.close()
 
 
-def test_view_keeps_its_slot_and_nothing_else_waits(ends: tuple[LocalSocket, LocalSocket]) -> None:
+def test_view_keeps_its_slot_and_nothing_else_waits(ends: Ends) -> None:
     one, other = ends
     share(one, other)
     views = []
@@ -102,9 +103,7 @@ def test_view_keeps_its_slot_and_nothing_else_waits(ends: tuple[LocalSocket, Loc
     assert one._slab._free_slot() == 0
 
 
-def test_what_is_kept_for_another_attempt_keeps_its_slot(
-    ends: tuple[LocalSocket, LocalSocket],
-) -> None:
+def test_what_is_kept_for_another_attempt_keeps_its_slot(ends: Ends) -> None:
     one, other = ends
     share(one, other)
     kept = one.keep([bytes(LARGE)])
@@ -119,7 +118,7 @@ def test_what_is_kept_for_another_attempt_keeps_its_slot(
     assert one._slab._free_slot() == 0
 
 
-def test_received_memory_cannot_be_written(ends: tuple[LocalSocket, LocalSocket]) -> None:
+def test_received_memory_cannot_be_written(ends: Ends) -> None:
     one, other = ends
     share(one, other)
     one.send([b"h", bytes(LARGE)])
@@ -131,7 +130,7 @@ def test_received_memory_cannot_be_written(ends: tuple[LocalSocket, LocalSocket]
 
 @pytest.mark.parametrize("trouble", ["no memfd", "memory is full", "cannot map", "no descriptor"])
 def test_without_shared_memory_bytes_travel_in_packets(
-    trouble: str, ends: tuple[LocalSocket, LocalSocket], monkeypatch: pytest.MonkeyPatch
+    trouble: str, ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def deny(*_: Any) -> Any:
         raise PermissionError("denied")
