@@ -42,9 +42,7 @@ Spaces = dict[str, Space]
 
 RESERVED: Mapping[str, Space] = {
     "reward": Space(np.float32),
-    "is_first": Space(bool),
-    "is_last": Space(bool),
-    "is_terminal": Space(bool),
+    **dict.fromkeys(("is_first", "is_last", "is_terminal"), Space(bool)),
 }
 """The keys that every observation holds."""
 

@@ -33,7 +33,7 @@ from dreamfleet.envs.layouts import (
     Asked,
     Box,
     Read,
-    as_integers,
+    as_dtype,
     layouts_asked,
     read_box,
 )
@@ -317,11 +317,9 @@ class GymPlayer:
 
 def constructors() -> dict[str, Callable[..., Env]]:
     """What makes the tasks of this suite, by name."""
-    only: dict[str, Any] = {
-        "vectorization": "vector_entry_point"
-    }  # where there is no other entry point
+    lanes_only: Any = {"vectorization": "vector_entry_point"}
     return {
-        name: functools.partial(_make, name, **({} if spec.entry_point else only))
+        name: functools.partial(_make, name, **({} if spec.entry_point else lanes_only))
         for name, spec in gymnasium.registry.items()
     }
 
@@ -464,7 +462,7 @@ def _observation(space: Any, key: str, *, inside: bool) -> tuple[Space, Read]:
     kind = type(space).__name__
     if kind in ("Discrete", "MultiDiscrete"):
         target, start = _discrete(space)
-        return target, lambda value: as_integers(key, value - start, np.int32)
+        return target, lambda value: as_dtype(key, value - start, target.dtype)
     if kind == "MultiBinary":
         return Space(bool, space.shape), lambda value: np.asarray(value, bool)
     wrapper = "FilterObservation, which leaves it out" if inside else "TransformObservation"
