@@ -107,11 +107,7 @@ class VectorLanes:
         self._started = False
 
     def limit_time(self, limit: int) -> None:
-        """End episodes after so many actions, as last but not terminal.
-
-        Raises:
-            ConfigError: The library cannot reset single lanes.
-        """
+        """End episodes after so many actions, as last but not terminal."""
         if limit and not self._takes_mask:
             raise ConfigError(
                 f"time_limit needs resets of single lanes, which {type(self.env).__name__} does "

@@ -71,10 +71,10 @@ class Layout:
     key: str
     axes: str
     shape: tuple[int, ...]
+    dtype: np.dtype[Any]
     low: float
     high: float
     """The values of black and white; uint8 is taken as it is."""
-    dtype: np.dtype[Any]
 
     @cached_property
     def image(self) -> tuple[int, int, int]:
@@ -200,7 +200,7 @@ def read_box(
             f"is no image: give its space one low and one high for all pixels, such as 0 and 1, "
             f"or set {_OPTION} to flat or none."
         )
-    layout = Layout(image or key, axes, shape, black, white, dtype)
+    layout = Layout(image or key, axes, shape, dtype, black, white)
     return Space(np.uint8, layout.image), layout, layout.note
 
 

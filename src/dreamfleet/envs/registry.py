@@ -184,6 +184,12 @@ def _make(
         if in_suite and name in accepted:
             convert(name, value, accepted[name].annotation)
     check_given(owner, accepted, {"seed", *options, *(("num_envs",) if vectorised else ())})
+    repeat, limit = general["repeat"] or 1, general["time_limit"]
+    if vectorised and repeat > 1:
+        raise ConfigError(
+            f"repeat cannot be applied to the lanes of {owner}: repeat actions in the factory, and "
+            "leave it out."
+        )
     seeded = {"seed": seed} if "seed" in accepted else {}
     count = {"num_envs": lanes or 1} if vectorised else {}
     try:
@@ -196,15 +202,9 @@ def _make(
         raise ConfigError(f"{task} cannot be made with {given}: {error}.") from error
     asked = {name: general[name] for name in _NOT_OF_SUITES}
     last = {name: general[name] for name in ("size", "action_bounds")}
-    repeat, limit = general["repeat"] or 1, general["time_limit"]
     if vectorised:
         from dreamfleet.envs.lanes import Lanes, OneLane, VectorLanes
 
-        if repeat > 1:
-            raise ConfigError(
-                f"repeat cannot be applied to the lanes of {owner}: repeat actions in the factory, "
-                "and leave it out."
-            )
         if not isinstance(env, VectorLanes):
             env = VectorLanes(env, lanes or 1, seed=seed, **asked)
         env.limit_time(limit)
@@ -333,32 +333,22 @@ def _suggestions(task: str) -> str:
         candidates += [f"{suite}:{known[each]}" for each in close]
     if candidates:
         return f" Did you mean {' or '.join(candidates[:3])}?"
-    if "." in prefix:  # a module
-        return ""
-    return f" Suites: {', '.join(SUITES)}; or package.module:factory for your own."
+    others = f" Suites: {', '.join(SUITES)}; or package.module:factory for your own."
+    return "" if "." in prefix else others  # a module
 
 
 def check_name(owner: str, name: str, own: Collection[str]) -> None:
-    """Refuse an option that the task does not have, and suggest a similar one.
-
-    Raises:
-        ConfigError: There is no such option.
-    """
-    if name in own:
-        return
-    known = sorted({*own, *GENERAL})
-    hint = did_you_mean(name, known, f"it has {', '.join(known)}.")
-    raise ConfigError(f"{owner} has no option {name!r}: {hint}")
+    """Refuse an option that the task does not have, and suggest a similar one."""
+    if name not in own:
+        known = sorted({*own, *GENERAL})
+        hint = did_you_mean(name, known, f"it has {', '.join(known)}.")
+        raise ConfigError(f"{owner} has no option {name!r}: {hint}")
 
 
 def check_given(
     owner: str, parameters: Mapping[str, inspect.Parameter], given: Collection[str]
 ) -> None:
-    """Refuse an environment whose constructor needs an argument that is missing.
-
-    Raises:
-        ConfigError: One is missing.
-    """
+    """Refuse an environment whose constructor needs an argument that is missing."""
     for name, parameter in parameters.items():
         named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if named and parameter.default is parameter.empty and name not in given:
@@ -402,8 +392,7 @@ def maker_of(task: str) -> Task:
     found = vars(sys.modules["__main__"]).get(task.removeprefix(PROGRAM))
     if not callable(found) or getattr(found, "__module__", None) != "__main__":
         raise UnknownTaskError(only_there(task))
-    maker: Callable[..., Any] = found
-    return maker
+    return cast("Task", found)
 
 
 def only_there(task: str) -> str:
