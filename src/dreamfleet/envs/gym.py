@@ -81,7 +81,7 @@ class GymTranslation:
         self.notes: list[str] = []
         leaves = _leaves(observation_space, "observation")
         shapes = {_joined(path) or "vector": space.shape or () for path, space in leaves.items()}
-        asked = layouts_asked(image_layout, shapes, names=("image", "vector"))
+        asked = layouts_asked(image_layout, shapes)
         for path, space in leaves.items():
             key = _joined(path) or "vector"
             if 0 in (space.shape or ()):

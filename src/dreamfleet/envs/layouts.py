@@ -12,7 +12,7 @@ with three axes or more needs the option `image_layout`, for all observations or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -246,15 +246,9 @@ def _numbers(box: Box, *, flat: bool = False) -> tuple[Space, Read]:
     return space, read
 
 
-def layouts_asked(
-    asked: Asked, shapes: Mapping[str, tuple[int, ...]], *, names: Collection[str] = ()
-) -> dict[str, str]:
-    """The layouts that the option sets, by key.
-
-    Args:
-        asked: The option. One layout for all sets those observations that have as many axes.
-        shapes: Of the observations.
-        names: What else the only observation may be called.
+def layouts_asked(asked: Asked, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """The layouts that the option sets, by key. One layout for all sets those observations that
+    have as many axes.
 
     Raises:
         ConfigError: The option fits no observation.
@@ -271,7 +265,7 @@ def layouts_asked(
                 "hwc, chw, hw or shwc, or say flat or none."
             )
         return dict.fromkeys(fitting, asked)
-    if len(shapes) == 1 and set(asked) <= set(names):
+    if len(shapes) == 1 and set(asked) <= {"image", "vector"}:  # a single one may be called so
         return dict.fromkeys(shapes, next(iter(asked.values())))
     for key in asked:
         if key not in shapes:
