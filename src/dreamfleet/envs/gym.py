@@ -37,7 +37,7 @@ from dreamfleet.envs.layouts import (
     layouts_asked,
     read_box,
 )
-from dreamfleet.envs.registry import check_given, check_name
+from dreamfleet.envs.registry import check_options, takes_anything
 from dreamfleet.envs.wrappers import Bounds, affine_actions
 from dreamfleet.errors import ConfigError, MissingExtraError
 from dreamfleet.masks import ACTION_MASK
@@ -355,14 +355,12 @@ def _make(
         entry = spec.entry_point
         creator: Any = entry if callable(entry) else load_env_creator(str(entry))
         known = inspect.signature(creator).parameters
-        anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
         suite = inspect.signature(_make).parameters.keys() - {"name", "seed", "num_envs", "options"}
         own = {*known, *suite, "max_episode_steps"} - {"render_mode"}
-        for option in options if not anything else ():
-            check_name(f"gym:{name}", option, own)
-        check_given(f"gym:{name}", known, {*spec.kwargs, *options, "render_mode"})
+        check_options(f"gym:{name}", known, options, {*spec.kwargs, "render_mode"}, own)
         # An environment that cannot render is played without frames, unless they are observed.
-        if (render and (anything or "render_mode" in known)) or obs != "state":
+        renders = "render_mode" in known or takes_anything(known)
+        if (render and renders) or obs != "state":
             options |= _rendering()
         # Gymnasium's checker costs more than a small environment's step; `AgentEnv` checks anyway.
         env = gymnasium.make(name, disable_env_checker=True, **options)
@@ -405,9 +403,7 @@ def _check_reset(env: Any) -> None:
         parameters = inspect.signature(inner.reset).parameters
     except ValueError:  # compiled code without a signature
         return
-    if "seed" not in parameters and not any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
-    ):
+    if "seed" not in parameters and not takes_anything(parameters):
         raise _old_interface(env, "its reset takes no seed")
 
 
