@@ -42,9 +42,7 @@ Spaces = dict[str, Space]
 
 RESERVED: Mapping[str, Space] = {
     "reward": Space(np.float32),
-    "is_first": Space(bool),
-    "is_last": Space(bool),
-    "is_terminal": Space(bool),
+    **dict.fromkeys(("is_first", "is_last", "is_terminal"), Space(bool)),
 }
 """The keys that every observation holds."""
 
@@ -91,6 +89,18 @@ class Env(Protocol):
     def step(self, action: Mapping[str, Any]) -> Arrays: ...
 
 
+def with_reserved(
+    obs_space: Mapping[str, Space], act_space: Mapping[str, Space]
+) -> tuple[Spaces, Spaces]:
+    """The spaces of an environment with the keys that the contract adds."""
+    if taken := sorted((obs_space.keys() & RESERVED.keys()) | (act_space.keys() & {RESET})):
+        raise SpaceError(
+            f"The key {taken[0]!r} of the environment is reserved: rename it, for example with a "
+            "wrapper."
+        )
+    return {**obs_space, **RESERVED}, {**act_space, RESET: Space(bool)}
+
+
 class Outcome(NamedTuple):
     """The result of one step of an episode."""
 
@@ -108,14 +118,7 @@ class EpisodicEnv(ABC):
     """
 
     def __init__(self, obs_space: Mapping[str, Space], act_space: Mapping[str, Space]) -> None:
-        taken = sorted((set(obs_space) & set(RESERVED)) | (set(act_space) & {RESET}))
-        if taken:
-            raise SpaceError(
-                f"The key {taken[0]!r} of the environment is reserved: rename it, for example with "
-                "a wrapper."
-            )
-        self._obs_space: Spaces = {**obs_space, **RESERVED}
-        self._act_space: Spaces = {**act_space, RESET: Space(bool)}
+        self._obs_space, self._act_space = with_reserved(obs_space, act_space)
         self._over = True
 
     @property

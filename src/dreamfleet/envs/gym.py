@@ -33,11 +33,11 @@ from dreamfleet.envs.layouts import (
     Asked,
     Box,
     Read,
-    as_integers,
+    as_dtype,
     layouts_asked,
     read_box,
 )
-from dreamfleet.envs.registry import check_given, check_name
+from dreamfleet.envs.registry import check_options, takes_anything
 from dreamfleet.envs.wrappers import Bounds, affine_actions
 from dreamfleet.errors import ConfigError, MissingExtraError
 from dreamfleet.masks import ACTION_MASK
@@ -81,7 +81,7 @@ class GymTranslation:
         self.notes: list[str] = []
         leaves = _leaves(observation_space, "observation")
         shapes = {_joined(path) or "vector": space.shape or () for path, space in leaves.items()}
-        asked = layouts_asked(image_layout, shapes, names=("image", "vector"))
+        asked = layouts_asked(image_layout, shapes)
         for path, space in leaves.items():
             key = _joined(path) or "vector"
             if 0 in (space.shape or ()):
@@ -317,11 +317,9 @@ class GymPlayer:
 
 def constructors() -> dict[str, Callable[..., Env]]:
     """What makes the tasks of this suite, by name."""
-    only: dict[str, Any] = {
-        "vectorization": "vector_entry_point"
-    }  # where there is no other entry point
+    lanes_only: Any = {"vectorization": "vector_entry_point"}
     return {
-        name: functools.partial(_make, name, **({} if spec.entry_point else only))
+        name: functools.partial(_make, name, **({} if spec.entry_point else lanes_only))
         for name, spec in gymnasium.registry.items()
     }
 
@@ -357,14 +355,12 @@ def _make(
         entry = spec.entry_point
         creator: Any = entry if callable(entry) else load_env_creator(str(entry))
         known = inspect.signature(creator).parameters
-        anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
         suite = inspect.signature(_make).parameters.keys() - {"name", "seed", "num_envs", "options"}
         own = {*known, *suite, "max_episode_steps"} - {"render_mode"}
-        for option in options if not anything else ():
-            check_name(f"gym:{name}", option, own)
-        check_given(f"gym:{name}", known, {*spec.kwargs, *options, "render_mode"})
+        check_options(f"gym:{name}", known, options, {*spec.kwargs, "render_mode"}, own)
         # An environment that cannot render is played without frames, unless they are observed.
-        if (render and (anything or "render_mode" in known)) or obs != "state":
+        renders = "render_mode" in known or takes_anything(known)
+        if (render and renders) or obs != "state":
             options |= _rendering()
         # Gymnasium's checker costs more than a small environment's step; `AgentEnv` checks anyway.
         env = gymnasium.make(name, disable_env_checker=True, **options)
@@ -407,9 +403,7 @@ def _check_reset(env: Any) -> None:
         parameters = inspect.signature(inner.reset).parameters
     except ValueError:  # compiled code without a signature
         return
-    if "seed" not in parameters and not any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
-    ):
+    if "seed" not in parameters and not takes_anything(parameters):
         raise _old_interface(env, "its reset takes no seed")
 
 
@@ -464,7 +458,7 @@ def _observation(space: Any, key: str, *, inside: bool) -> tuple[Space, Read]:
     kind = type(space).__name__
     if kind in ("Discrete", "MultiDiscrete"):
         target, start = _discrete(space)
-        return target, lambda value: as_integers(key, value - start, np.int32)
+        return target, lambda value: as_dtype(key, value - start, target.dtype)
     if kind == "MultiBinary":
         return Space(bool, space.shape), lambda value: np.asarray(value, bool)
     wrapper = "FilterObservation, which leaves it out" if inside else "TransformObservation"

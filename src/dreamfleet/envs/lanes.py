@@ -32,12 +32,12 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
 from numpy.typing import NDArray
 
-from dreamfleet.envs.base import RESERVED, Arrays, Env, EnvError, NotFiniteError, Spaces
+from dreamfleet.envs.base import Arrays, Env, EnvError, NotFiniteError, with_reserved
 from dreamfleet.envs.gym import GymTranslation, InfoLog, loggable_number, reset_result
 from dreamfleet.envs.layouts import Asked
 from dreamfleet.envs.wrappers import AgentEnv, Bounds, Wrapper
 from dreamfleet.errors import ConfigError
-from dreamfleet.spaces import RESET, Space, SpaceError, without_reset
+from dreamfleet.spaces import RESET, without_reset
 
 Mask = NDArray[np.bool_]
 
@@ -69,7 +69,6 @@ class VectorLanes:
         image_layout: Asked = None,
         log_info: str | Sequence[str] | None = None,
     ) -> None:
-        name = type(env).__name__
         self.env, self.lanes = env, lanes
         self._mode, base = _check(env, lanes), getattr(env, "unwrapped", env)
         roots = {each.__module__.partition(".")[0] for each in type(base).__mro__}
@@ -83,13 +82,9 @@ class VectorLanes:
         self._translation = translation = GymTranslation(
             env.single_observation_space, env.single_action_space, image_layout, batched=True
         )
-        if taken := sorted(translation.obs_space.keys() & RESERVED.keys()):
-            raise SpaceError(
-                f"The key {taken[0]!r} of {name} is reserved: rename it with a wrapper."
-            )
         self._info = InfoLog(env, log_info, translation.obs_space)
-        self.obs_space: Spaces = {**translation.obs_space, **self._info.spaces, **RESERVED}
-        self.act_space: Spaces = {**translation.act_space, RESET: Space(bool)}
+        own = {**translation.obs_space, **self._info.spaces}
+        self.obs_space, self.act_space = with_reserved(own, translation.act_space)
         self.notes, self.unlogged = translation.notes, self._info.unlogged
         self.present: Mask = np.ones(lanes, bool)
         """Which lanes have an observation."""
@@ -107,11 +102,7 @@ class VectorLanes:
         self._started = False
 
     def limit_time(self, limit: int) -> None:
-        """End episodes after so many actions, as last but not terminal.
-
-        Raises:
-            ConfigError: The library cannot reset single lanes.
-        """
+        """End episodes after so many actions, as last but not terminal."""
         if limit and not self._takes_mask:
             raise ConfigError(
                 f"time_limit needs resets of single lanes, which {type(self.env).__name__} does "

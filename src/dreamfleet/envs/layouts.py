@@ -12,7 +12,7 @@ with three axes or more needs the option `image_layout`, for all observations or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ Asked = str | Mapping[str, str] | None
 Read = Callable[[Any], NDArray[Any]]
 """Converts an observation or an action."""
 
+UINT8 = np.dtype(np.uint8)
 # The agent gets an integer vector as one-hot codes, unless an element has more choices than this,
 # or all its codes together are longer.
 MOST_CLASSES = 256
@@ -70,10 +71,10 @@ class Layout:
     key: str
     axes: str
     shape: tuple[int, ...]
+    dtype: np.dtype[Any]
     low: float
     high: float
     """The values of black and white; uint8 is taken as it is."""
-    dtype: np.dtype[Any]
 
     @cached_property
     def image(self) -> tuple[int, int, int]:
@@ -103,17 +104,15 @@ class Layout:
     def __call__(self, value: Any) -> NDArray[np.uint8]:
         array = np.asarray(value)
         if self.plain:
-            return as_integers(self.key, array, np.uint8)
+            return as_dtype(self.key, array, UINT8)
         lead = array.ndim - len(self.shape)  # a batch has a leading axis
         if array.shape[max(0, lead) :] != self.shape:
             raise SpaceError(
                 f"Observation {self.key!r} has shape {array.shape}, but its space says "
                 f"{self.shape}: correct the space or the value."
             )
-        if self.dtype == np.uint8:
-            pixels = as_integers(self.key, array, np.uint8)
-        else:
-            pixels = self._brightness(array)
+        is_bytes = self.dtype == UINT8
+        pixels = as_dtype(self.key, array, UINT8) if is_bytes else self._brightness(array)
         ordered = pixels.transpose(*range(lead), *(lead + axis for axis in self._order))
         image = np.empty(ordered.shape, np.uint8)
         # Channel by channel: that is four times faster than all at once.
@@ -144,14 +143,14 @@ class Layout:
         return pixels
 
 
-def as_integers(key: str, value: Any, dtype: Any) -> NDArray[Any]:
-    """An observation as integers. Floats are refused, because they would silently lose their
-    fractions: an image from 0 to 1 would be black."""
+def as_dtype(key: str, value: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """An observation with its dtype. Floats are refused where integers are expected, because they
+    would silently lose their fractions: an image from 0 to 1 would be black."""
     array = np.asarray(value)
-    if array.dtype.kind == "f":
+    if array.dtype.kind == "f" and dtype.kind in "iu":
         raise SpaceError(
-            f"Observation {key!r} has dtype {array.dtype}, but its space says {np.dtype(dtype)}: "
-            "return integers, or declare a float space."
+            f"Observation {key!r} has dtype {array.dtype}, but its space says {dtype}: return "
+            "integers, or declare a float space."
         )
     return array if array.dtype == dtype else array.astype(dtype)
 
@@ -201,7 +200,7 @@ def read_box(
             f"is no image: give its space one low and one high for all pixels, such as 0 and 1, "
             f"or set {_OPTION} to flat or none."
         )
-    layout = Layout(image or key, axes, shape, black, white, dtype)
+    layout = Layout(image or key, axes, shape, dtype, black, white)
     return Space(np.uint8, layout.image), layout, layout.note
 
 
@@ -237,25 +236,19 @@ def _numbers(box: Box, *, flat: bool = False) -> tuple[Space, Read]:
             space = Space(np.int32, shape, 0, high + 1)
         else:
             space = Space(np.float32, shape, low.astype(np.float32), high.astype(np.float32))
-    whole, axes = space.discrete, len(box.shape)
+    dtype, axes = space.dtype, len(box.shape)
 
     def read(value: Any) -> NDArray[Any]:
-        array = as_integers(box.key, value, np.int32) if whole else np.asarray(value, np.float32)
+        array = as_dtype(box.key, value, dtype)
         lead = array.shape[: max(0, array.ndim - axes)]
         return array.reshape((*lead, *shape)) if flat else array
 
     return space, read
 
 
-def layouts_asked(
-    asked: Asked, shapes: Mapping[str, tuple[int, ...]], *, names: Collection[str] = ()
-) -> dict[str, str]:
-    """The layouts that the option sets, by key.
-
-    Args:
-        asked: The option. One layout for all sets those observations that have as many axes.
-        shapes: Of the observations.
-        names: What else the only observation may be called.
+def layouts_asked(asked: Asked, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """The layouts that the option sets, by key. One layout for all sets those observations that
+    have as many axes.
 
     Raises:
         ConfigError: The option fits no observation.
@@ -272,7 +265,7 @@ def layouts_asked(
                 "hwc, chw, hw or shwc, or say flat or none."
             )
         return dict.fromkeys(fitting, asked)
-    if len(shapes) == 1 and set(asked) <= set(names):
+    if len(shapes) == 1 and set(asked) <= {"image", "vector"}:  # a single one may be called so
         return dict.fromkeys(shapes, next(iter(asked.values())))
     for key in asked:
         if key not in shapes:

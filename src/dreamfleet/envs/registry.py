@@ -177,13 +177,15 @@ def _make(
     for name in accepted.keys() & _OWN:
         value, general[name] = general[name], None
         options |= {} if value is None else {name: value}
-    anything = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
-    for name, value in options.items():
-        if not anything:
-            check_name(str(task), name, accepted.keys() - {"seed"})
-        if in_suite and name in accepted:
-            convert(name, value, accepted[name].annotation)
-    check_given(owner, accepted, {"seed", *options, *(("num_envs",) if vectorised else ())})
+    check_options(owner, accepted, options, ("seed", *(["num_envs"] if vectorised else [])))
+    for name in options.keys() & accepted.keys() if in_suite else ():
+        convert(name, options[name], accepted[name].annotation)
+    repeat, limit = general["repeat"] or 1, general["time_limit"]
+    if vectorised and repeat > 1:
+        raise ConfigError(
+            f"repeat cannot be applied to the lanes of {owner}: repeat actions in the factory, and "
+            "leave it out."
+        )
     seeded = {"seed": seed} if "seed" in accepted else {}
     count = {"num_envs": lanes or 1} if vectorised else {}
     try:
@@ -196,15 +198,9 @@ def _make(
         raise ConfigError(f"{task} cannot be made with {given}: {error}.") from error
     asked = {name: general[name] for name in _NOT_OF_SUITES}
     last = {name: general[name] for name in ("size", "action_bounds")}
-    repeat, limit = general["repeat"] or 1, general["time_limit"]
     if vectorised:
         from dreamfleet.envs.lanes import Lanes, OneLane, VectorLanes
 
-        if repeat > 1:
-            raise ConfigError(
-                f"repeat cannot be applied to the lanes of {owner}: repeat actions in the factory, "
-                "and leave it out."
-            )
         if not isinstance(env, VectorLanes):
             env = VectorLanes(env, lanes or 1, seed=seed, **asked)
         env.limit_time(limit)
@@ -333,39 +329,37 @@ def _suggestions(task: str) -> str:
         candidates += [f"{suite}:{known[each]}" for each in close]
     if candidates:
         return f" Did you mean {' or '.join(candidates[:3])}?"
-    if "." in prefix:  # a module
-        return ""
-    return f" Suites: {', '.join(SUITES)}; or package.module:factory for your own."
+    others = f" Suites: {', '.join(SUITES)}; or package.module:factory for your own."
+    return "" if "." in prefix else others  # a module
 
 
-def check_name(owner: str, name: str, own: Collection[str]) -> None:
-    """Refuse an option that the task does not have, and suggest a similar one.
-
-    Raises:
-        ConfigError: There is no such option.
-    """
-    if name in own:
-        return
-    known = sorted({*own, *GENERAL})
-    hint = did_you_mean(name, known, f"it has {', '.join(known)}.")
-    raise ConfigError(f"{owner} has no option {name!r}: {hint}")
-
-
-def check_given(
-    owner: str, parameters: Mapping[str, inspect.Parameter], given: Collection[str]
+def check_options(
+    owner: str,
+    parameters: Mapping[str, inspect.Parameter],
+    options: Collection[str],
+    given: Collection[str],
+    own: Collection[str] = (),
 ) -> None:
-    """Refuse an environment whose constructor needs an argument that is missing.
-
-    Raises:
-        ConfigError: One is missing.
-    """
-    for name, parameter in parameters.items():
-        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        if named and parameter.default is parameter.empty and name not in given:
+    """Refuse options that a constructor does not have (`own`, or its parameters), and one that
+    needs more than the options and what it is `given` beside them."""
+    known = {*own} or parameters.keys() - {*given}
+    unknown = [name for name in options if name not in known]
+    if unknown and not takes_anything(parameters):
+        names = sorted({*known, *GENERAL})
+        hint = did_you_mean(unknown[0], names, f"it has {', '.join(names)}.")
+        raise ConfigError(f"{owner} has no option {unknown[0]!r}: {hint}")
+    for name, each in parameters.items():
+        named = each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        if named and each.default is each.empty and name not in (*options, *given):
             raise ConfigError(
                 f"{owner} needs {name!r}: add --env-options {name}=VALUE (check-env: --options "
                 f"{name}=VALUE; from Python: env_options={{{name!r}: VALUE}})."
             )
+
+
+def takes_anything(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether a function takes any keyword."""
+    return any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 # --- names of factories ---------------------------------------------------------------------------
@@ -402,8 +396,7 @@ def maker_of(task: str) -> Task:
     found = vars(sys.modules["__main__"]).get(task.removeprefix(PROGRAM))
     if not callable(found) or getattr(found, "__module__", None) != "__main__":
         raise UnknownTaskError(only_there(task))
-    maker: Callable[..., Any] = found
-    return maker
+    return cast("Task", found)
 
 
 def only_there(task: str) -> str:

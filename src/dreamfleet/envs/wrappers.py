@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dreamfleet.envs.base import RESERVED, Arrays, Env, NotFiniteError, Spaces
 from dreamfleet.envs.images import resize
-from dreamfleet.envs.layouts import Asked, Read, arranged, as_integers
+from dreamfleet.envs.layouts import UINT8, Asked, Read, arranged, as_dtype
 from dreamfleet.errors import ConfigError
 from dreamfleet.masks import ACTION_MASK, ActionMask
 from dreamfleet.spaces import RESET, Space, SpaceError
@@ -192,11 +192,7 @@ class AgentEnv(Wrapper):
             if read is not None:
                 value = read(value)
             elif type(value) is not np.ndarray or value.dtype != dtype:
-                value = (
-                    as_integers(key, value, dtype)
-                    if dtype.kind in "iu"
-                    else np.asarray(value, dtype)
-                )
+                value = as_dtype(key, value, dtype)
             if value.shape != shape:
                 raise SpaceError(
                     f"Observation {key!r} has shape {value.shape}, but the space says {shape}: "
@@ -283,7 +279,7 @@ def check_declaration(obs_space: Mapping[str, Space], act_space: Mapping[str, Sp
 
 
 def _resized(key: str, read: Read | None, size: tuple[int, int], value: Any) -> NDArray[np.uint8]:
-    return resize(read(value) if read else as_integers(key, value, np.uint8), size)
+    return resize(read(value) if read else as_dtype(key, value, UINT8), size)
 
 
 def _unified(space: Space) -> Space:
