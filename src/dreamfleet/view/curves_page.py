@@ -180,7 +180,8 @@ class CurvesPage:
         rows = [run.row for run in self._runs.all()]
         set_rows(self._table, [row.to_dict() for row in rows])
         running = sum(row.running for row in rows)
-        self._count.text = f"{len(rows)} runs" + (f", {running} running" if running else "")
+        count = "1 run" if len(rows) == 1 else f"{len(rows)} runs"
+        self._count.text = f"{count}, {running} running" if running else count
         if self._chooser.value and (chosen := self._chosen):
             self._list_metrics(chosen)
         self.draw()

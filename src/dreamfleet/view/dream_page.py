@@ -100,7 +100,7 @@ class DreamPage:
                     kind = "medium" if isinstance(field, ui.select) else "narrow"
                     field.props("outlined dense options-dense").classes(kind)
                 _button("Start", self._start).classes("chosen")
-            self._said = ui.label("The run has no checkpoint yet.").classes("muted small")
+            self._said = ui.label("The run has no checkpoint yet.").classes("said muted small")
         with ui.element("div").classes("stack") as self._stage:
             self._add_stage()
         self._stage.visible = False

@@ -12,8 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -48,7 +47,7 @@ ANNOTATIONS_FILE = "annotations.json"
 _RUN_FILES = (CONFIG_FILE, "metrics.jsonl", "scores.jsonl", "ckpt")
 """A directory that holds one of these is a run."""
 _MAX_DEPTH, _MAX_FOLDERS = 6, 20_000
-_POLL_SECONDS, _TABLE_SECONDS = 0.8, 3.0
+_LOOK_SECONDS, _TABLE_SECONDS = 0.8, 3.0
 _UPDATE_SECONDS = 1.0
 """After which the next update reads on."""
 _SHOWN_SECONDS = 10.0
@@ -103,13 +102,14 @@ class Run:
 
     def __init__(self, name: str, path: Path, *, trust: bool = False) -> None:
         self.name, self.path, self.trust = name, path, trust
-        self._row = Row(name)
+        self.row = Row(name)
         self.config: RunConfig | None = None
         self.status: RunStatus | None = None
+        """What it is doing; None of a run that has ended and has no open page."""
         self.lock = threading.Lock()
         """Held while files are read."""
-        self._polling = threading.Lock()
-        self.shown = self._polled = -math.inf
+        self._refreshing = threading.Lock()
+        self.shown = self._looked = -math.inf
         """When a page last showed more of it than its row."""
         self._signature: tuple[int, ...] = ()
         self._evaluations: tuple[int, list[dict[str, Any]]] = 0, []
@@ -117,54 +117,73 @@ class Run:
         self.scores = MetricsFile(path, "scores.jsonl", SCORE)
         self.metrics = MetricsFile(path, "metrics.jsonl")
 
-    @property
-    def row(self) -> Row:
-        """What its files say, and what it is doing."""
-        return _with_status(self._row, self.status) if self.status else self._row
-
-    def refresh(self) -> None:
-        """Read what has changed in its files."""
+    def refresh(self, *, live: bool = False) -> None:
+        """Read what has changed in its files; of a live run also what it is doing."""
         files = (CONFIG_FILE, FILE_NAME, "scores.jsonl", "metrics.jsonl", ANNOTATIONS_FILE)
-        written = tuple(changed_at(self.path / name) for name in files)
-        self.read(metrics=False)
-        before, self._signature = self._signature, (*written, self.scores.rows)
-        if self._signature == before and not self._row.running:
-            return
-        changed = max(written) / 1e9
-        try:
-            if self.config is None or before[:1] != written[:1]:
-                if (self.path / CONFIG_FILE).is_symlink():
-                    raise ConfigError(f"{CONFIG_FILE} is a link, and links are not followed.")
-                self.config = read_config(self.path)
-            self._row = self._make_row(self.config, changed)
-        except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
-            self.config = None
-            self._row = Row(self.name, alert=str(error), changed=changed)
+        with self._refreshing:
+            written = tuple(changed_at(self.path / name) for name in files)
+            self.read(metrics=False)
+            before, self._signature = self._signature, (*written, self.scores.rows)
+            if self._signature == before and not live and not self.row.running:
+                return
+            changed = max(written) / 1e9
+            try:
+                if self.config is None or before[:1] != written[:1]:
+                    if (self.path / CONFIG_FILE).is_symlink():
+                        raise ConfigError(f"{CONFIG_FILE} is a link, and links are not followed.")
+                    self.config = read_config(self.path)
+                self.row = self._make_row(self.config, changed, live)
+            except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
+                self.config = None
+                self.row = Row(self.name, alert=str(error), changed=changed)
 
-    def _make_row(self, config: RunConfig, changed: float) -> Row:
+    def _make_row(self, config: RunConfig, changed: float, live: bool) -> Row:
         record, annotations, scores = read_record(self.path), self.annotations(), self.scores
         metrics = self._tail("metrics.jsonl")
+        state, alert = run_state(record), _alert(record, metrics)
         logged = [finite(row.get("step")) or 0.0 for row in metrics[-1:]]
         step = int(max(scores.step, *logged, 0.0))
+        score = float(np.mean(scores.recent)) if scores.recent else None
         trained = None if scores.behind else scores.hours
         hours = float(trained[-1, 1]) if trained is not None and trained[:, 1].any() else None
+        rate = step / (3600 * hours) if hours else None
+        if live or state in UNDER_WAY:
+            self._look()
+        if (status := self.status) is not None:
+            state = status.state
+        if status is not None and status.running:
+            alert = alert or (status.message if status.waiting or status.hanging else "")
+            step, score = status.step, score if status.score is None else status.score
+            rate = status.steps_per_second if status.responding else rate
         return Row(
             name=self.name,
             task=config.task,
             preset=closest_preset(config),
             seed=config.seed,
-            state=run_state(record),
-            alert=_alert(record, metrics),
+            state=state,
+            alert=alert,
             step=step,
             steps=config.steps,
-            score=float(np.mean(scores.recent)) if scores.recent else None,
-            rate=step / (3600 * hours) if hours else None,
+            score=score,
+            rate=rate,
             hours=hours,
             machine=record.host if record else "",
             tags=", ".join(annotations.tags),
             note=annotations.note,
             changed=changed,
         )
+
+    def _look(self) -> None:
+        """See what the run is doing. One on another machine has longer to give a sign of life the
+        first time, so that no run seems to stall before it could."""
+        if time.monotonic() - self._looked > _LOOK_SECONDS:
+            patience = _PATIENCE if self._watcher else _FIRST_PATIENCE
+            self._watcher = self._watcher or Watcher(self.path)
+            try:
+                self.status = self._watcher.look(patience)
+            except Exception as error:  # its files still say much
+                log.debug("Cannot look at %s: %s", self.path, error)
+            self._looked = time.monotonic()
 
     def _tail(self, name: str, max_bytes: int = _TAIL_BYTES) -> list[dict[str, Any]]:
         return decode_rows(read_tail(self.path, name, max_bytes=max_bytes))
@@ -187,17 +206,6 @@ class Run:
         content = msgspec.json.encode(Annotations(note.strip()[:2000], unique))
         atomic_write(self.path / ANNOTATIONS_FILE, content)
         self.refresh()
-
-    def poll(self) -> None:
-        """Ask the run what it is doing. It has longer to answer the first time, so that no run
-        seems to stall before it could answer."""
-        with self._polling:
-            if self.config is None or time.monotonic() - self._polled < _POLL_SECONDS:
-                return
-            patience = _PATIENCE if self._watcher else _FIRST_PATIENCE
-            self._watcher = self._watcher or Watcher(self.path)
-            self.status = self._watcher.look(patience)
-            self._polled = time.monotonic()
 
     def read(self, *, metrics: bool) -> bool:
         """Read what is new in its files; returns whether there is more."""
@@ -246,9 +254,9 @@ class Run:
 
     def forget(self) -> None:
         """Free the memory of a run that no page shows."""
-        with self._polling, self.lock:
+        with self._refreshing, self.lock:
             self._watcher = self.status = None
-            self.shown = self._polled = -math.inf
+            self.shown = self._looked = -math.inf
             self.metrics = MetricsFile(self.path, "metrics.jsonl")
 
 
@@ -287,9 +295,7 @@ class Runs:
                 self._scanned = start
         for run in shown:
             if live:
-                with _logged(run):
-                    run.refresh()
-                    run.poll()
+                run.refresh(live=True)
             while run.read(metrics=metrics) and time.monotonic() - start < _UPDATE_SECONDS:
                 pass
 
@@ -303,20 +309,11 @@ class Runs:
         found = {}
         for name, path in _find(self.root):
             run = found[name] = self._runs.get(name) or Run(name, path, trust=self._trust)
-            with _logged(run):
+            try:
                 run.refresh()
-                if run.row.running:
-                    run.poll()
+            except Exception:  # a run that cannot be read must not hide the others
+                log.exception("Cannot read %s", path)
         self._runs = found  # a new dict: pages iterate over the old one in their own thread
-
-
-@contextmanager
-def _logged(run: Run) -> Iterator[None]:
-    """A run that cannot be read must not hide the others."""
-    try:
-        yield
-    except Exception:
-        log.exception("Cannot read %s", run.path)
 
 
 def _find(root: Path) -> Iterator[tuple[str, Path]]:
@@ -353,15 +350,6 @@ def _alert(record: FleetRecord | None, metrics: Sequence[dict[str, Any]]) -> str
         if _LOSS.fullmatch(key) and not isinstance(value, str) and finite(value) is None:
             return f"{key} is not finite"
     return ""
-
-
-def _with_status(row: Row, status: RunStatus) -> Row:
-    if not status.running:
-        return replace(row, state=status.state)
-    alert = row.alert or (status.message if status.waiting or status.hanging else "")
-    score = row.score if status.score is None else status.score
-    rate = status.steps_per_second if status.responding else row.rate
-    return replace(row, state=status.state, alert=alert, step=status.step, score=score, rate=rate)
 
 
 def closest_preset(config: RunConfig) -> str:

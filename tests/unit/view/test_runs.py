@@ -102,7 +102,7 @@ def test_rows_may_hold_anything(tmp_path: Path, value: str) -> None:
     found = Runs(tmp_path).find("a")
     assert found is not None
     assert found.row.state == "ended"
-    found.poll()
+    found.refresh(live=True)
     found.read(metrics=True)
     assert found.status is not None
     for file in (found.scores, found.metrics):
@@ -188,14 +188,10 @@ def test_what_is_wrong_is_seen_in_the_table(tmp_path: Path) -> None:
         "failed": "env-3 failed: boom",
         "recovered": "",
     }
-    status: Any = SimpleNamespace(waiting="w", hanging="", message="Waiting: w.", step=1)
-    vars(status).update(running=True, state="running", score=None, steps_per_second=0.0)
-    vars(status).update(responding=True)
-    assert runs_module._with_status(Row("a"), status).alert == "Waiting: w."
 
 
 class _Looks:
-    """A watcher that tells how long it may wait."""
+    """A watcher that tells how long it may wait. The run stalls, and ends with the third look."""
 
     def __init__(self, _: Path) -> None:
         self.patience: list[float] = []
@@ -204,7 +200,7 @@ class _Looks:
         self.patience.append(patience)
         ended = len(self.patience) > 2
         status: Any = SimpleNamespace(running=not ended, state="ended" if ended else "running")
-        vars(status).update(waiting="", hanging="", message="", step=7, score=None)
+        vars(status).update(waiting="w", hanging="", message="Waiting: w.", step=7, score=None)
         vars(status).update(responding=True, steps_per_second=0.0)
         return status
 
@@ -213,14 +209,14 @@ def test_a_run_has_time_to_answer_and_a_rate_when_it_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs_module, "Watcher", _Looks)
-    monkeypatch.setattr(runs_module, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(runs_module, "_LOOK_SECONDS", -1.0)
     run = Run("a", made_up_run(tmp_path / "a"))
     run.refresh()
     rate = run.row.rate
     for _ in range(2):
-        run.poll()
-        assert (run.row.rate, run.row.step) == (0.0, 7)
-    run.poll()
+        run.refresh(live=True)
+        assert (run.row.rate, run.row.step, run.row.alert) == (0.0, 7, "Waiting: w.")
+    run.refresh(live=True)
     assert (run.row.state, run.row.rate, run.row.step) == ("ended", rate, 300)
     watcher: Any = run._watcher
     assert watcher.patience == [runs_module._FIRST_PATIENCE, *2 * [runs_module._PATIENCE]]
