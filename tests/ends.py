@@ -34,7 +34,7 @@ import psutil
 from chaos.audit import audit
 from chaos.env import TASK
 
-import dreamfleet.cli.train  # noqa: F401 - each run is forked from here, and has it then
+import dreamfleet.training  # noqa: F401 - each run is forked from here, and has it then
 from dreamfleet.cli import main as dreamfleet_main
 from dreamfleet.cli.console import say
 from dreamfleet.fleet.record import read_record

@@ -303,19 +303,9 @@ class RunConfig:
             agent = self.agent_type
             settings = agent.default() if self.agent_config is None else self.settings_of(agent)
             object.__setattr__(self, "agent_config", settings)
-            require(
-                agent.name not in self.__dataclass_fields__,
-                f"The agent {self.agent} calls its settings {agent.name!r}, which is a setting of "
-                "every run: give its type another name.",
-            )
-        for name in self.outputs:
-            require(
-                name in OUTPUTS or ":" in name,
-                f"There is no output {name!r}: choose from {', '.join(OUTPUTS)}, or write "
-                "package.module:Class for your own.",
-            )
         for condition, sentence in _CONFLICTS:
-            require(not condition(self), sentence.format(c=self))
+            if found := condition(self):
+                raise ConfigError(sentence.format(c=self, found=found))
 
     @property
     def host_batch(self) -> int:
@@ -552,6 +542,13 @@ _ADDR = (
     "the run's directory"
 )
 _CONFLICTS: Sequence[tuple[Callable[[RunConfig], object], str]] = (
+    (lambda c: not isinstance(c.agent_config, ForeignSettings)
+     and c.agent_type.name in c.__dataclass_fields__,
+     "The agent {c.agent} calls its settings {c.agent_type.name!r}, which is a setting of every "
+     "run: give its type another name."),
+    (lambda c: [name for name in c.outputs if name not in OUTPUTS and ":" not in name],
+     f"There is no output {{found[0]!r}}: choose from {', '.join(OUTPUTS)}, or write "
+     "package.module:Class for your own."),
     (lambda c: "seed" in c.env_options,
      "env_options may not hold a seed: every environment gets its own; set the run's seed."),
     (lambda c: c.from_checkpoint_regex and not c.from_checkpoint,
@@ -591,7 +588,7 @@ _CONFLICTS: Sequence[tuple[Callable[[RunConfig], object], str]] = (
      "Several hosts need their own data and processes: leave launcher=serial, offline, prefill and "
      "remote_replay out, or set hosts=1."),
 )  # fmt: skip
-"""When settings cannot work together, and the sentence that says so of the configuration `c`."""
+"""What cannot work, and the sentence that says so of the configuration `c` and what was `found`."""
 
 _keys: Keys | RoleKey | None = None
 
