@@ -46,7 +46,6 @@ log = logging.getLogger(__name__)
 _PROCESS_BYTES = 40_000_000  # of environments, before these are made
 _OTHER_DISK_BYTES = 100_000_000  # checkpoints of a small model, metrics, logs, some videos
 _OTHER_ADDRESS_BYTES = 2_000_000_000  # of libraries and threads
-_FILES_PER_PROCESS, _OTHER_FILES = 4, 100
 _RUN_FILES = ("*.json", "*.jsonl", "ckpt/*/positions", "ckpt/*/episodes", "ckpt/logger/step")
 
 
@@ -78,7 +77,6 @@ def preflight(
     check_replay(config)
     on_this_machine = not launcher.default_address.startswith("tcp:")
     if on_this_machine:
-        check_files(config)
         check_addresses()
         for role in SERVERS:
             parse(listen_address(config, role))  # an invalid one would fail its role at every start
@@ -368,16 +366,4 @@ def check_addresses(replay: int = 0, limit: int | None = None) -> None:
         raise ConfigError(
             f"A process of the run maps up to {readable(needed)}B of addresses, of which it uses "
             f"a part, and this shell allows {readable(allowed)}B: run 'ulimit -v unlimited' first."
-        )
-
-
-def check_files(config: RunConfig, limit: int | None = None) -> None:
-    """Every process needs a few sockets and pipes."""
-    processes = len(worker_names(config))
-    needed = _FILES_PER_PROCESS * processes + _OTHER_FILES
-    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
-    if 0 <= allowed < needed:
-        raise ConfigError(
-            f"{processes} processes need about {needed} open files, and this shell allows "
-            f"{allowed}: run 'ulimit -n {2 * needed}' first, or use more envs_per_process."
         )

@@ -129,6 +129,7 @@ def together(programs: list[list[str]]) -> None:
             for program, *arguments in programs
         ]
         ended = [(process.communicate()[1], process.returncode) for process in started]
+        meeting.end("The run is over.")
     assert [code for _, code in ended] == [0] * count, "\n\n".join(text for text, _ in ended)
 
 

@@ -13,13 +13,14 @@ from dreamfleet.fleet.launchers.local import LocalLauncher, bound_log
 from dreamfleet.roles.runtime import STOPPED
 
 
-def test_a_worker_may_open_as_many_files_as_the_machine_allows(tmp_path: Path) -> None:
-    """A shell often allows 1,024, and a thousand environments that join are as many files."""
+def test_launcher_and_worker_may_open_as_many_files_as_the_machine_allows(tmp_path: Path) -> None:
+    """A shell often allows 1,024; a thousand environments are as many pipes or connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     worker = Worker("agent", "agent", partial(note_files, tmp_path / "files"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2 if hard > 0 else 1024, hard))
     try:
         with LocalLauncher(tmp_path) as launcher:
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
             launcher.prepare([worker])
             assert launcher.start(worker).wait(LONG) == 0
     finally:

@@ -22,7 +22,6 @@ from dreamfleet.fleet.preflight import (
     check_addresses,
     check_directory,
     check_disk,
-    check_files,
     check_memory,
     check_messages,
     check_place,
@@ -213,13 +212,6 @@ def test_environments_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"11 processes of about 190 MB need 2\.1 GB"):
         check_memory(config, 60e6, 10e6, available=int(1.2e9))
     check_memory(replace(config, remote_envs=True, actor_addr="tcp://h:1"), 60e6, 1e6, available=1)
-
-
-def test_processes_that_the_shell_has_no_files_for_are_refused() -> None:
-    check_files(RunConfig(envs=200, envs_per_process=10), limit=1024)
-    check_files(RunConfig(envs=10_000), limit=-1)  # no limit
-    with pytest.raises(ConfigError, match=r"303 processes need about 1312 open files.*allows 1024"):
-        check_files(RunConfig(envs=300, envs_per_process=1), limit=1024)
 
 
 def test_a_shell_that_allows_too_few_addresses_is_told_how_to_allow_more() -> None:

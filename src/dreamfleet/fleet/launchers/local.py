@@ -66,6 +66,7 @@ class LocalLauncher:
 
     def __enter__(self) -> Self:
         self._logs.mkdir(parents=True, exist_ok=True)
+        _allow_all_files()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -236,8 +237,8 @@ def _wake_with_parent() -> None:
 
 
 def _allow_all_files() -> None:
-    """Open as many files as the machine allows: each environment that joins is one of the actor's,
-    and a server that listens at a file is ended by libzmq when there are too many."""
+    """Open as many files as the machine allows: a launcher has a pipe for each worker, an actor a
+    connection for each environment, and libzmq ends a server when there are too many."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # a system that names no limit may have one all the same
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
