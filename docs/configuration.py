@@ -28,11 +28,10 @@ are words: `--env-options repeat=2`. From Python: `RunConfig().changed({"dreamer
 networks) must be named again as a flag, or trusted with `--trust`.
 
 Settings that you do not give come from the preset, or from the run if it exists. Invalid and
-contradictory settings are refused at the start, with the fix. Allowed values follow the default,
-except a lower bound of 0 or 1.
+contradictory settings are refused at the start, with the fix. The default and the allowed values
+follow in parentheses; a lower bound of 0 or 1 is left out.
 """
 
-_HEADER = "| setting | default | |\n|---|---|---|"
 _SHORT = {
     r"a whole number": "integer",
     r"a number": "number",
@@ -63,7 +62,7 @@ def reference() -> str:
             continue
         if path:
             parts += [f"## `{path}`\n", f"{words[path]}\n"]
-        parts.append(_table(members))
+        parts.append(_list(members))
     parts += ["## `resources`\n", _resources(groups)]
     parts += ["## Presets\n", _presets(), "## Sizes of the model\n", _sizes()]
     return "\n".join(parts)
@@ -84,10 +83,8 @@ def _descriptions(config: Any, path: str) -> Iterator[tuple[str, str]]:
             yield from _descriptions(value, f"{path}.{field.name}".lstrip("."))
 
 
-def _table(settings: Sequence[Setting]) -> str:
-    rows = [_HEADER]
-    rows += [f"| `{each.path}` | {_default(each)} | {each.help} |" for each in settings]
-    return "\n".join(rows) + "\n"
+def _list(settings: Sequence[Setting]) -> str:
+    return "".join(f"- `{each.path}` ({_default(each)}): {each.help}\n" for each in settings)
 
 
 def _default(setting: Setting) -> str:
@@ -99,7 +96,7 @@ def _default(setting: Setting) -> str:
         allowed = ""
     elif setting.value is None:
         allowed = allowed.removesuffix(" or None")
-    return f"{_shown(setting.value)}{allowed and f' ({allowed})'}"
+    return f"{_shown(setting.value)}{allowed and f', {allowed}'}"
 
 
 def _value(kind: Any) -> str:
@@ -110,12 +107,11 @@ def _value(kind: Any) -> str:
 
 
 def _resources(groups: Mapping[str, Sequence[Setting]]) -> str:
-    """One row for each kind of resource; the roles differ in their defaults only."""
+    """One line for each kind of resource; the roles differ in their defaults only."""
     roles = {p.removeprefix("resources."): g for p, g in groups.items() if "resources." in p}
     names = ", ".join(f"`{role}`" for role in roles)
     rows = [
         f"What the launcher ray reserves for each process of a ROLE: {names}.\n",
-        _HEADER,
     ]
     for column in zip(*roles.values(), strict=True):
         name, first = column[0].path.rpartition(".")[2], column[0]
@@ -124,7 +120,7 @@ def _resources(groups: Mapping[str, Sequence[Setting]]) -> str:
         if len(same) < len(roles):
             other = next(each for each in column if each.value != first.value)
             default += f" for {', '.join(same)}; else {_shown(other.value)}"
-        rows.append(f"| `resources.ROLE.{name}` | {default} | {first.help} |")
+        rows.append(f"- `resources.ROLE.{name}` ({default}): {first.help}")
     return "\n".join(rows) + "\n"
 
 
@@ -136,16 +132,14 @@ def _shown(value: Any) -> str:
 
 def _presets() -> str:
     """What each preset changes."""
+    sizes = [f"size{size}" for size in PUBLISHED_SIZES]
+    plain = [name for name in PRESETS if name not in (*sizes, "default", "debug")]
     rows = [
         "What [each](presets.md) changes in the defaults above, or in `published`. `debug` is "
         "left out: it makes everything small.\n",
-        "| preset | its own settings |",
-        "|---|---|",
+        *(f"- `{name}`: {_own(name)}" for name in plain),
+        "- `size1m` and so on: as `published`, with the model of that size",
     ]
-    sizes = [f"size{size}" for size in PUBLISHED_SIZES]
-    plain = [name for name in PRESETS if name not in (*sizes, "default", "debug")]
-    rows += [f"| `{name}` | {_own(name)} |" for name in plain]
-    rows.append("| `size1m` and so on | as `published`, with the model of that size |")
     return "\n".join(rows) + "\n"
 
 
@@ -165,7 +159,7 @@ def _own(name: str) -> str:
     mine, found = values(PRESETS[name]), {}
     for base in ("default", "published"):
         theirs = values(PRESETS[base])
-        changes = [f"`{k}` {_shown(v)}" for k, v in mine.items() if v != theirs[k]]
+        changes = [f"`{k}={v}`" for k, v in mine.items() if v != theirs[k]]
         found[base] = ("as `published`, with " if base == "published" else "") + ", ".join(changes)
     return found["default"] if name == "published" else min(found.values(), key=len)
 
