@@ -254,6 +254,8 @@ def test_the_programs_of_the_guide_work(tmp_path: Path, name: str) -> None:
     short = code.replace("steps=20_000", SHORT).replace(", dreamer__loss__horizon=50", "")
     assert short != code
     (tmp_path / "program.py").write_text(short)
+    for block in python_blocks("environments.md"):
+        (tmp_path / block.split()[1]).write_text(block)
     done = run("program.py", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     if name == "with_callbacks":
@@ -261,8 +263,8 @@ def test_the_programs_of_the_guide_work(tmp_path: Path, name: str) -> None:
         assert f"{len(rows(logdir / 'scores.jsonl'))} episodes" in done.stdout
         assert "is saved in runs/gym-CartPole-v1/ckpt/agent/000001-step-" in done.stdout
     if name == "with_outputs":
-        lines = (tmp_path / "runs" / "Walk" / "metrics.csv").read_text().splitlines()
-        assert any(",episode/log/distance/max," in line for line in lines)
+        lines = (tmp_path / "runs" / "my_native-Counter" / "metrics.csv").read_text().splitlines()
+        assert any(",episode/log/right/max," in line for line in lines)
 
 
 def test_the_notebook_runs(tmp_path: Path) -> None:

@@ -33,10 +33,10 @@ def test_the_configuration_reference_is_current() -> None:
     assert page == reference(), "run 'make docs'"
 
 
-def test_every_field_of_the_configuration_has_a_row() -> None:
-    rows = re.findall(r"^\| `([\w.*]+)` \|", reference(), re.MULTILINE)
+def test_every_field_of_the_configuration_is_listed() -> None:
+    names = re.findall(r"^- `([\w.*]+)` \(", reference(), re.MULTILINE)
     for name in ("task", "train_ratio", "dreamer.loss.horizon", "dreamer.model.deter"):
-        assert name in rows
+        assert name in names
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -163,7 +163,7 @@ def test_messages_that_are_quoted_are_those_that_appear() -> None:
     said = sentences() + os.strerror(errno.ENOSPC) + os.strerror(errno.EMFILE)
     symptoms = re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE)
     quotes = [quote for each in symptoms for quote in re.findall(r'"([^"]+)"', each)]
-    assert len(quotes) >= 30
+    assert len(quotes) >= 20
     for quote in quotes:
         assert re.sub(r"\d+", "{}", quote.removesuffix(" ...")) in said, quote
 
