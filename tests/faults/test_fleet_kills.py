@@ -7,9 +7,11 @@ there, out of order, or with an action that was not the one taken.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
-from signal import SIGKILL, SIGTERM
+from signal import SIGKILL
 from typing import Any
 
 import numpy as np
@@ -30,14 +32,15 @@ from fleet_parts import (
 
 from dreamfleet.checkpoint import read_checkpoint
 from dreamfleet.parallel import combined
+from dreamfleet.roles.runtime import STOP_SIGNAL
 
 LENGTH = 25
 FAULTS = [
     ("replay", SIGKILL),
-    ("replay-1", SIGTERM),
+    ("replay-1", STOP_SIGNAL),  # it ends in order, as ten seconds after a SIGTERM of its own
     ("logger", SIGKILL),
     ("env-0", SIGKILL),
-    ("agent", SIGTERM),  # killed in `test_several_actors.py`
+    ("agent", STOP_SIGNAL),  # killed in `test_several_actors.py`
 ]
 
 
@@ -113,3 +116,19 @@ def test_a_damaged_checkpoint_is_skipped_and_the_counts_are_right(tmp_path: Path
         combined(**fleet, args=config)
     assert "It is skipped." in (tmp_path / "logs" / "serial.log").read_text()
     assert 600 <= check_counts(tmp_path, stored_streams(tmp_path / "replay")).step < 700
+
+
+FOLLOWS = """
+import os, signal, sys
+from dreamfleet.roles import runtime
+runtime._FOLLOW_SECONDS = 0.1
+runtime.obey_supervisor()
+stop = runtime.stop_event()
+os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(0 if stop.wait(60) else 7)
+"""
+
+
+def test_a_worker_that_gets_a_sigterm_alone_follows_it_after_a_while() -> None:
+    """In `test_train_command.py` all processes get it, and leave in the supervisor's order."""
+    assert subprocess.run([sys.executable, "-c", FOLLOWS], check=False).returncode == 0
