@@ -147,7 +147,7 @@ class Run:
         trained = None if scores.behind else scores.hours
         hours = float(trained[-1, 1]) if trained is not None and trained[:, 1].any() else None
         rate = step / (3600 * hours) if hours else None
-        if live or state in UNDER_WAY:
+        if live or state in UNDER_WAY or self.status is not None:
             self._look()
         if (status := self.status) is not None:
             state = status.state
