@@ -121,6 +121,8 @@ class Run:
         """Read what has changed in its files; of a live run also what it is doing."""
         files = (CONFIG_FILE, FILE_NAME, "scores.jsonl", "metrics.jsonl", ANNOTATIONS_FILE)
         with self._refreshing:
+            if live and time.monotonic() - self._looked < _LOOK_SECONDS:
+                return  # another page had it read
             written = tuple(changed_at(self.path / name) for name in files)
             self.read(metrics=False)
             before, self._signature = self._signature, (*written, self.scores.rows)
@@ -147,7 +149,7 @@ class Run:
         trained = None if scores.behind else scores.hours
         hours = float(trained[-1, 1]) if trained is not None and trained[:, 1].any() else None
         rate = step / (3600 * hours) if hours else None
-        if live or state in UNDER_WAY:
+        if live or state in UNDER_WAY or self.status is not None:
             self._look()
         if (status := self.status) is not None:
             state = status.state
@@ -176,14 +178,13 @@ class Run:
     def _look(self) -> None:
         """See what the run is doing. One on another machine has longer to give a sign of life the
         first time, so that no run seems to stall before it could."""
-        if time.monotonic() - self._looked > _LOOK_SECONDS:
-            patience = _PATIENCE if self._watcher else _FIRST_PATIENCE
-            self._watcher = self._watcher or Watcher(self.path)
-            try:
-                self.status = self._watcher.look(patience)
-            except Exception as error:  # its files still say much
-                log.debug("Cannot look at %s: %s", self.path, error)
-            self._looked = time.monotonic()
+        patience = _PATIENCE if self._watcher else _FIRST_PATIENCE
+        self._watcher = self._watcher or Watcher(self.path)
+        self._looked = time.monotonic()
+        try:
+            self.status = self._watcher.look(patience)
+        except Exception as error:  # its files still say much
+            log.debug("Cannot look at %s: %s", self.path, error)
 
     def _tail(self, name: str, max_bytes: int = _TAIL_BYTES) -> list[dict[str, Any]]:
         return decode_rows(read_tail(self.path, name, max_bytes=max_bytes))

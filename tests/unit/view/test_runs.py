@@ -129,7 +129,10 @@ def test_names_that_are_no_text_can_be_shown(tmp_path: Path) -> None:
     assert name.encode().decode().startswith("odd-")
 
 
-def test_a_run_whose_supervisor_is_gone_was_killed(tmp_path: Path) -> None:
+def test_a_run_whose_supervisor_is_gone_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs_module, "_LOOK_SECONDS", -1.0)
     path = made_up_run(tmp_path / "a")
     record = FleetRecord.of_this_process()
     write_record(path, replace(record, created=1.0))
@@ -139,6 +142,9 @@ def test_a_run_whose_supervisor_is_gone_was_killed(tmp_path: Path) -> None:
     write_record(path, record)
     run.refresh()
     assert run.row.state == "running"
+    write_record(path, replace(record, state="failed"))
+    run.refresh()
+    assert run.row.state == "failed"
 
 
 def test_what_is_new_is_seen(tmp_path: Path) -> None:
