@@ -41,6 +41,7 @@ BEAT_SECONDS = 1.0
 _SILENT_SECONDS = 10.0  # a supervisor that has not beaten for as long is dead
 _LOOK_SECONDS = 0.2
 _KILL_SECONDS = 2.0
+_claimed: set[Path] = set()
 
 
 @contextmanager
@@ -67,6 +68,7 @@ def claim_directory(logdir: Path, say: Callable[[str], None] = log.warning) -> I
             raise _not_writable(logdir, error) from None
         state: RunState = "failed"
         with beat.beating():
+            _claimed.add(logdir.absolute())
             try:
                 yield
                 state = "ended"
@@ -74,7 +76,13 @@ def claim_directory(logdir: Path, say: Callable[[str], None] = log.warning) -> I
                 state = "ended"
                 raise
             finally:
+                _claimed.discard(logdir.absolute())
                 record_state(logdir, state, unless=("ended", "failed"))
+
+
+def is_claimed(logdir: Path) -> bool:
+    """Whether this process has claimed this directory."""
+    return logdir.absolute() in _claimed
 
 
 def _not_writable(logdir: Path, error: OSError) -> ConfigError:

@@ -2,7 +2,8 @@
 
 All hosts share the run's directory. Each says there what becomes of it (`Member`), and beats in its
 own directory (`dreamfleet.fleet.claim`). A host that is silent or has failed ends the run on all
-hosts, with a sentence that names it.
+hosts, with a sentence that names it. Silence is counted in beats that this host sees of itself, so
+a shared directory that is away for a while makes no host look lost.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import NamedTuple
 from dreamfleet import __version__
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
-from dreamfleet.fleet.claim import BEAT_SECONDS, BeatWatch
+from dreamfleet.fleet.claim import BEAT_SECONDS, BeatWatch, claim_directory, is_claimed
 from dreamfleet.fleet.supervisor import FleetError, Say, Supervisor
 from dreamfleet.roles.runtime import sigterm_interrupts
 from dreamfleet.roles.scaling.hosts import (
@@ -35,6 +36,7 @@ from dreamfleet.roles.scaling.hosts import (
 from dreamfleet.settings import Mark
 
 _SILENCE = f"nothing was heard of it for {LOST_SECONDS:g} s"
+_LOST_BEATS = LOST_SECONDS / BEAT_SECONDS
 _LOOK_SECONDS = 0.25
 _GOODBYE_SECONDS = 30.0
 
@@ -55,23 +57,25 @@ class Membership:
     Args:
         config: The run, as this host knows it.
         rendezvous: Where agents vote, on host 0; they hear of the end.
-        heard: When a host was last seen to beat.
-        now: Seconds, rising.
+        last_beat: When a host was last seen to beat; None to look.
     """
 
     def __init__(
         self,
         config: RunConfig,
         rendezvous: Rendezvous | None = None,
-        heard: Callable[[int], float] | None = None,
-        now: Callable[[], float] = time.monotonic,
+        last_beat: Callable[[int], float] | None = None,
     ) -> None:
-        self._config, self._rendezvous, self._now = config, rendezvous, now
-        watches = [BeatWatch(host_folder(config, index)) for index in range(config.hosts)]
-        self._heard = heard or (lambda index: watches[index].last())
+        self._config, self._rendezvous = config, rendezvous
+        indices = range(config.hosts)
+        watches = [BeatWatch(host_folder(config, index)) for index in indices]
+        self._last_beat = last_beat or (lambda index: watches[index].last())
+        self._seen = dict.fromkeys(indices, float("-inf"))  # the last beat of each host
+        self._beats = dict.fromkeys(indices, 0)  # how many were seen
+        self._silence = dict.fromkeys(indices, 0)  # beats of this host since then
         self._me = Member(os.urandom(8).hex(), socket.gethostname(), shared_settings(config))
         self._members: dict[int, Member] = {}
-        self._failure: tuple[float, int] | None = None
+        self._failure: tuple[int, dict[int, int]] | None = None
         self._end = End("")
         self._lock = threading.RLock()
         self._left = threading.Event()
@@ -97,11 +101,11 @@ class Membership:
 
     def missing(self) -> list[int]:
         """The hosts that are not there, or have not met all others yet."""
-        heard, now = self._look(), self._now()
+        self._look()
         there = {
             index: member
             for index, member in self._members.items()
-            if now - heard[index] < LOST_SECONDS and not member.how
+            if self._beats[index] and self._silence[index] <= _LOST_BEATS and not member.how
         }
         mine, first = self._me.settings, there[0].settings if 0 in there else self._me.settings
         for name in sorted({*first, *mine}):
@@ -134,7 +138,7 @@ class Membership:
         lost: all were heard of since.
         """
         with self._lock:
-            heard, now = self._look(), self._now()
+            self._look()
             if self._end.how:
                 return self._end
             there = [index for index, member in self._members.items() if not member.how]
@@ -142,13 +146,14 @@ class Membership:
                 if member.token != self._me.met[index]:
                     return self._ended("failed", index, "was started again meanwhile")
             for index in there:
-                if now - heard[index] > LOST_SECONDS:
+                if self._silence[index] > _LOST_BEATS:
                     return self._ended("failed", index, f"was lost: {_SILENCE}")
             left = {member.how: index for index, member in reversed(self._members.items())}
             if "failed" in left:
-                self._failure = self._failure or (now, left["failed"])
-                since, index = self._failure
-                if all(heard[each] > since + BEAT_SECONDS for each in there):
+                self._failure = self._failure or (left["failed"], dict(self._beats))
+                index, before = self._failure
+                # The first one after it may have been made before it.
+                if all(self._beats[each] > before[each] + 1 for each in there):
                     why = self._members[index].why
                     return self._ended("failed", index, f"has failed: {why}")
             elif "stopped" in left:
@@ -162,10 +167,10 @@ class Membership:
     def leave(self, how: How, why: str = "") -> End:
         """This host ends; returns how the run ends on all hosts, once that is known."""
         self._left.set()
-        deadline = self._now() + _GOODBYE_SECONDS
+        deadline = time.monotonic() + _GOODBYE_SECONDS
         if not self._me.how:
             self._tell(replace(self._me, how=how, why=_first_line(why)))
-        while self.poll().how != "failed" and self._now() < deadline:
+        while self.poll().how != "failed" and time.monotonic() < deadline:
             if all(member.how for member in self._members.values()):
                 break
             time.sleep(_LOOK_SECONDS)
@@ -173,15 +178,19 @@ class Membership:
             self._tell(replace(self._me, how="failed", why=self._end.sentence))
         return self._end
 
-    def _look(self) -> dict[int, float]:
-        """Read what all say; returns when each was last heard of."""
-        mine, heard = self._config.host_index, dict[int, float]()
-        for index in range(self._config.hosts):
-            heard[index] = self._now() if index == mine else self._heard(index)
+    def _look(self) -> None:
+        """See who beats, and read what all say."""
+        before, mine = self._seen, self._config.host_index
+        self._seen = {index: self._last_beat(index) for index in before}
+        for index, last in self._seen.items():
+            if last != before[index]:
+                self._beats[index] += 1
+                self._silence[index] = 0
+            elif self._seen[mine] != before[mine]:
+                self._silence[index] += 1
             member = self._me if index == mine else read_member(self._config, index)
             if member is not None:  # else the shared directory is away for a moment
                 self._members[index] = member
-        return heard
 
     def _tell(self, member: Member) -> None:
         self._me = member
@@ -219,6 +228,8 @@ def host_membership(run: RunConfig, supervisor: Supervisor, say: Say) -> Iterato
         yield
         return
     with ExitStack() as stack:
+        if not is_claimed(run.logdir):  # by this process, which beats then
+            stack.enter_context(claim_directory(run.logdir))
         rendezvous = None
         if run.host_index == 0:
             rendezvous = stack.enter_context(served_rendezvous(run))

@@ -1,4 +1,4 @@
-"""Run a function in a child process, where user code may hang, crash or print.
+"""Probe environments, and run other user code, in a child process: it may hang, crash or print.
 
 The child is a worker of the local launcher. It appends JSON lines to a file: each call of user code
 before it is made, text to print, and its result or error. A call that takes too long is ended by
@@ -11,27 +11,40 @@ import json
 import os
 import re
 import signal
+import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+import cloudpickle
+import psutil
 from rich.console import Console
 
 import dreamfleet
 from dreamfleet.envs import EnvError, MissingExtraError, SpaceError, UnknownTaskError
-from dreamfleet.envs.diagnose import ONLY_ONE, Call, CurrentCall, own_traceback
+from dreamfleet.envs.diagnose import (
+    ONLY_ONE,
+    Call,
+    CurrentCall,
+    Tell,
+    different_spaces,
+    own_traceback,
+    try_out,
+)
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.files import temporary_folder
 from dreamfleet.fleet.launchers import ONE_THREAD, RunningWorker, Worker
 from dreamfleet.fleet.launchers.local import LocalLauncher
 from dreamfleet.formatting import clock
 from dreamfleet.metrics.outputs.jsonl import JsonlTail
-from dreamfleet.roles.runtime import end_process_after, stop_event
+from dreamfleet.roles.runtime import end_process_after, pickled, stop_event
+from dreamfleet.spaces import Space, spaces_from_json, spaces_to_json
 
+_SPACES = ("obs_space", "act_space")
 _PACKAGE = str(Path(dreamfleet.__file__).parent)
 _SAFE_PATH = "PYTHONSAFEPATH"
 _POLL_SECONDS, _SAY_SECONDS = 0.1, 10.0
@@ -210,3 +223,132 @@ def _run(function: Callable[[Reporter], Any], events: Path, timeout: float) -> N
         end_process_after(0)
         reporter.write(end)
     os._exit(0)  # threads of user code must not keep the process
+
+
+# --- the environment of a run ---------------------------------------------------------------------
+
+
+class EnvProbe(NamedTuple):
+    """The spaces of an environment, and what else was found when it was made."""
+
+    obs_space: Mapping[str, Space]
+    act_space: Mapping[str, Space]
+    bytes: int = 0
+    """Memory that the first one of a process takes, with the code that it loads."""
+    further_bytes: int = 0
+    """Memory that another one takes."""
+    notes: Sequence[str] = ()
+    """What was recognised or assumed, a sentence each."""
+    log_info: Sequence[str] = ()
+    """Names in its `info` that ask to be logged."""
+    output: str = ""
+    """What it printed."""
+
+    @property
+    def spaces(self) -> tuple[Mapping[str, Space], Mapping[str, Space]]:
+        """Of observations and of actions."""
+        return self.obs_space, self.act_space
+
+
+def probe_env(
+    make_env: Callable[[int], Any],
+    *,
+    both: bool,
+    number: int = 0,
+    tell: Tell = lambda *_: None,
+    second: Callable[[], EnvProbe] | None = None,
+) -> EnvProbe:
+    """Make an environment, reset it, take one step, and close it.
+
+    Args:
+        make_env: Called with the number of the environment.
+        both: Probe a second one meanwhile, as the run will have several.
+        number: Of the environment.
+        tell: Called before each call of the environment.
+        second: Probes the second one; None for in this process.
+
+    Raises:
+        EnvError: It breaks the contract, or there can be no second one.
+        SpaceError: A space and a value disagree, or the two environments have different spaces.
+    """
+    me = psutil.Process()
+    before = me.memory_info().rss
+    tell("constructor", number, 0)
+    env = make_env(number)
+    try:
+        try_out(env, tell)
+        taken = max(0, me.memory_info().rss - before)
+        notes, names = list(getattr(env, "notes", ())), tuple(getattr(env, "unlogged", ()))
+        probe = EnvProbe(env.obs_space, env.act_space, taken, 0, notes, names)
+        if both:
+            here = partial(probe_env, make_env, both=False, number=1, tell=tell)
+            probe = probe._replace(further_bytes=_probe_second(probe, second or here).bytes)
+    except BaseException:
+        with suppress(Exception):  # the first error counts
+            env.close()
+        raise
+    tell("close", number, 0)
+    env.close()
+    return probe
+
+
+def _probe_second(first: EnvProbe, probe: Callable[[], EnvProbe]) -> EnvProbe:
+    """Probe a second environment while the first one exists."""
+    try:
+        second = probe()
+    except (Exception, SystemExit) as error:
+        what = str(error) if isinstance(error, DreamfleetError) else repr(error)
+        raise EnvError(
+            f"A second environment failed beside the first: {what.rstrip('.')}. {ONLY_ONE}"
+        ) from error
+    if different := different_spaces(first[:2], second[:2]):
+        raise SpaceError(different)
+    return second
+
+
+def probe_in_subprocess(
+    make_env: Callable[[int], Any] | bytes,
+    *,
+    both: bool,
+    timeout: float,
+    say: Say,
+    apart: bool = False,
+    number: int = 0,
+) -> EnvProbe:
+    """Do the same in a child process.
+
+    Args:
+        make_env: Called with the number of the environment; or that, pickled.
+        both: See `probe_env`, as `number`.
+        timeout: Seconds that a call of the environment may take; 0 for no timeout.
+        say: Takes lines to print.
+        apart: Whether the second one has a process of its own, too.
+
+    Raises:
+        ConfigError: `make_env` cannot be pickled.
+        EnvError: The environment raised, hangs, or ended its process.
+        DreamfleetError: It cannot be made as configured.
+    """
+    # Pickled by itself, so that it is unpickled as a part of the constructor: that imports user
+    # code.
+    make = make_env if isinstance(make_env, bytes) else pickled("the environment", make_env)
+
+    def child(reporter: Reporter) -> dict[str, Any]:
+        def second() -> EnvProbe:
+            reporter.call(None)  # that process has timeouts of its own
+            found = probe_in_subprocess(
+                make, both=False, timeout=timeout, say=reporter.say, number=1
+            )
+            sys.stdout.write(found.output)
+            return found
+
+        reporter.call("constructor", number)
+        beside = second if apart else None
+        found = probe_env(
+            cloudpickle.loads(make), both=both, number=number, tell=reporter.call, second=beside
+        )
+        return {**found._asdict(), **{key: spaces_to_json(getattr(found, key)) for key in _SPACES}}
+
+    found, output = run_isolated(child, timeout=timeout, setting="env_timeout", say=say)
+    spaces = {key: spaces_from_json(found[key]) for key in _SPACES}
+    return EnvProbe(**{**found, **spaces, "output": output})

@@ -30,8 +30,8 @@ from dreamfleet.envs import env_seed, is_bundled
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.files import temporary_folder
 from dreamfleet.fleet.claim import claim_directory
-from dreamfleet.fleet.env_probe import probe_in_subprocess
 from dreamfleet.fleet.factories import environment, environments
+from dreamfleet.fleet.isolated import probe_in_subprocess
 from dreamfleet.fleet.launchers.local import LocalLauncher, LocalWorker
 from dreamfleet.fleet.nodes import (
     OUTPUT_LENGTH,

@@ -21,8 +21,8 @@ from dreamfleet.checkpoint import Checkpoint, MissingPartError
 from dreamfleet.config import OUTPUTS, RunConfig, read_config
 from dreamfleet.envs.registry import same_task
 from dreamfleet.errors import ConfigError, install_command
-from dreamfleet.fleet.env_probe import EnvProbe, probe_env, probe_in_subprocess
 from dreamfleet.fleet.factories import environment
+from dreamfleet.fleet.isolated import EnvProbe, probe_env, probe_in_subprocess
 from dreamfleet.fleet.launchers import find_launcher
 from dreamfleet.fleet.workers import worker_names
 from dreamfleet.formatting import readable

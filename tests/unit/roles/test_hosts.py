@@ -27,31 +27,23 @@ from dreamfleet.transport import Client, Server
 SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
 
 
-class Time:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def meeting(count: int) -> Rendezvous:
     """All of them are there."""
     return Rendezvous(count, lambda index: Member(f"token{index}", "", {}))
 
 
 class Hosts:
-    """Supervisors of several hosts in one directory, each heard of when the clock stands so."""
+    """Supervisors of several hosts in one directory, and when each has beaten."""
 
     def __init__(self, folder: Path, count: int) -> None:
-        self.now, self.heard = Time(), dict.fromkeys(range(count), 100.0)
+        self.beats = dict.fromkeys(range(count), 0.0)
         self._folder, self._count = folder, count
         self.members = [self.start(index) for index in range(count)]
 
     def start(self, index: int, **changes: Any) -> Membership:
         settings = {"batch_size": 12, "hosts": self._count, "host_index": index, **changes}
-        run = RunConfig(logdir=self._folder, **settings)
-        return Membership(this_host(run, {}), None, self.heard.__getitem__, self.now)
+        run = this_host(RunConfig(logdir=self._folder, **settings), {})
+        return Membership(run, None, self.beats.__getitem__)
 
     def meet(self) -> list[Membership]:
         for _ in range(3):  # all are there, all know it, and all know that
@@ -60,9 +52,15 @@ class Hosts:
         return self.members
 
     def beat(self, *silent: int) -> None:
-        """A second passes, in which some are silent."""
-        self.now.now += BEAT_SECONDS
-        self.heard |= {n: self.now.now for n in self.heard if n not in silent}
+        """A second passes, in which some are silent, and the others look."""
+        for index in self.beats.keys() - set(silent):
+            self.beats[index] += BEAT_SECONDS
+        for index in self.beats.keys() - set(silent):
+            self.members[index].poll()
+
+    def lose(self, index: int) -> None:
+        for _ in range(int(LOST_SECONDS) + 1):
+            self.beat(index)
 
 
 def test_slurm_tells_the_hosts_who_they_are(tmp_path: Path) -> None:
@@ -110,14 +108,14 @@ def test_slurm_has_to_start_as_many_tasks_as_there_are_hosts() -> None:
 def test_hosts_meet_and_have_the_same_settings(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, 3)
     first, second, third = hosts.members
-    hosts.heard[2] = float("-inf")  # it is not there yet
+    hosts.beats[2] = float("-inf")  # it is not there yet
     assert first.missing() == [1, 2]
     assert second.missing() == [0, 2], "host 0 does not know of it yet"
     assert first.missing() == [2]
     other = hosts.start(2, batch_size=6)
     with pytest.raises(ConfigError, match="Host 2 has batch_size=6, and host 0 has batch_size=12"):
         other.missing()
-    hosts.heard[2] = 100.0
+    hosts.beats[2] = 0.0
     hosts.meet()
     assert [each.missing() for each in (first, second, third)] == [[], [], []]
 
@@ -206,7 +204,7 @@ def test_a_host_that_is_not_heard_of_is_lost_and_named(tmp_path: Path) -> None:
     # The others fail because of it, which is not what the run ends because of.
     third.fail("agent ended with code 1")
     assert first.poll() == third.poll() == End("")
-    hosts.beat(1)
+    hosts.beat(1)  # for the last time
     name = socket.gethostname()
     lost = End("failed", f"Host 1 ({name}) was lost: nothing was heard of it for 15 s", 1)
     assert first.poll() == third.poll() == lost
@@ -222,7 +220,7 @@ def test_votes_end_when_a_host_is_lost(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, 2)
     first, _ = hosts.meet()
     first._rendezvous = rendezvous
-    hosts.now.now += LOST_SECONDS + 1
+    hosts.lose(1)
     assert first.poll().how == "failed"
     waiting.join(60)
     assert "Host 1" in str(found[0])
@@ -285,15 +283,24 @@ def test_a_host_that_has_left_is_not_missed(tmp_path: Path) -> None:
     first, second = hosts.meet()
     for each in (first, second):
         each._tell(replace(each._me, how="done"))
-    hosts.now.now += 10 * LOST_SECONDS
+    hosts.lose(0)
     assert second.leave("done") == End("")
+
+
+def test_a_directory_that_is_away_makes_no_host_look_lost(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 2)
+    first, _ = hosts.meet()
+    for _ in range(10 * int(LOST_SECONDS)):
+        assert first.poll() == End(""), "its own beats are not seen either"
+    hosts.beat(1)
+    assert first.poll() == End("")
 
 
 def test_a_host_that_sees_another_fail_is_told_in_its_thread(tmp_path: Path) -> None:
     hosts, ends = Hosts(tmp_path, 2), list[End]()
     first, _ = hosts.meet()
     heard = threading.Event()
-    hosts.now.now += LOST_SECONDS + 1
+    hosts.lose(1)
     first.watch(lambda end: (ends.append(end), heard.set()))
     assert heard.wait(120)
     assert (ends[0].how, ends[0].host) == ("failed", 1)

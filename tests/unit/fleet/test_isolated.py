@@ -15,7 +15,7 @@ import pytest
 from dreamfleet.envs import EnvError, UnknownTaskError, make_env
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet import isolated
-from dreamfleet.fleet.env_probe import probe_in_subprocess
+from dreamfleet.fleet.isolated import probe_in_subprocess
 from dreamfleet.training import train
 
 
