@@ -144,23 +144,25 @@ class Arm(EpisodicEnv):
         )
 
     def _begin(self) -> Any:
-        raise NotImplementedError
+        spaces = {key: self.obs_space[key] for key in ("vector", "token")}
+        return {key: np.zeros(space.shape, space.dtype) for key, space in spaces.items()}
 
-    _advance: Any = _begin
+    def _advance(self, action: Any) -> Any:
+        raise NotImplementedError
 
 
 def test_actions_are_in_the_units_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     env = make_env(Arm)
     given: list[Any] = []
-    zeros = {key: np.zeros(space.shape, space.dtype) for key, space in env.env.obs_space.items()}
-    monkeypatch.setattr(env.env, "step", lambda action: given.append(action) or zeros)
+    step = env.env.step
+    monkeypatch.setattr(env.env, "step", lambda action: given.append(action) or step(action))
     graph, agent = graph_of("vectors")
     raw = feed_of(graph, agent, 64)
     native = graph.reference(raw)["action.move"]
     following = graph.reference(raw)["state_out.previous.move"]
     assert np.abs(following).max() > 1  # some were clipped
     for action, expected in zip(following, native, strict=True):
-        env.step({"move": action, "reset": False})
+        env.step({"move": action, "reset": True})
         np.testing.assert_allclose(expected, given[-1]["move"], rtol=1e-6, atol=1e-6)
     assert (native >= LOW).all()
     assert (native <= HIGH).all()
