@@ -15,6 +15,7 @@ import time
 import webbrowser
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -379,14 +380,10 @@ def role(
             environment.
     """
     from dreamfleet.fleet.factories import factories
-    from dreamfleet.fleet.play import parallel_evaluator
+    from dreamfleet.fleet.workers import fleet_workers
     from dreamfleet.parallel import parallel_envs
     from dreamfleet.resuming import differences, with_changes
-    from dreamfleet.roles.agent import parallel_agent
-    from dreamfleet.roles.logger import parallel_logger
-    from dreamfleet.roles.replay import parallel_replay
     from dreamfleet.roles.runtime import end_signals
-    from dreamfleet.roles.scaling.remote_actor import parallel_remote_actor
     from dreamfleet.roles.spaces_file import read_spaces
 
     source: Path | None = config or settings.get("logdir")
@@ -408,19 +405,15 @@ def role(
         ids = range(first, args.all_envs if count is None else first + count)
         parallel_envs(parts.make_env_train, parts.make_env_eval, args, say, ids)
         return
+    workers = fleet_workers(parts, replace(args, launcher="local", remote_replay=False))
+    functions = {each.name: each.function for each in workers}
+    index = {"actor": number, "replay": shard}.get(name, 0)
+    if (mine := f"{name}-{index}" if index else name) not in functions:
+        raise ConfigError(
+            f"The run has no {mine}, but actors={args.actors}, replay_shards={args.replay_shards} "
+            f"and eval_every={args.eval_every}; actors and shards are numbered from 0."
+        )
     # Ctrl-C and a closed terminal end a role as it is ended in a fleet: it saves first.
     for each in set(end_signals()) - {signal.SIGTERM}:
         signal.signal(each, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    if name == "replay":
-        buffers = parts.make_replay_train, parts.make_replay_eval
-        parallel_replay(*buffers, parts.make_stream, args, shard)
-    elif name == "logger":
-        parallel_logger(parts.make_logger, args)
-    elif name == "evaluator":
-        parallel_evaluator(parts.make_env_eval, args)
-    elif name == "agent":
-        parallel_agent(parts.make_agent, args)
-    elif number < args.actors:
-        parallel_remote_actor(parts.make_agent, number, args)
-    else:
-        raise ConfigError(f"The run has actors={args.actors}, numbered from 0: not {number}.")
+    functions[mine]()

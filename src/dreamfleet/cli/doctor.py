@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import psutil
 from rich.table import Table
 from rich.text import Text
 
@@ -31,6 +30,7 @@ from dreamfleet.cli.console import out, say
 from dreamfleet.envs import make_env, noop
 from dreamfleet.errors import DreamfleetError, install_command
 from dreamfleet.fleet.isolated import Reporter, run_isolated
+from dreamfleet.memory import memory_free, memory_limit
 from dreamfleet.metrics import TensorBoardOutput
 from dreamfleet.metrics.frames import write_mp4
 from dreamfleet.plotting import make_figure, save_figure
@@ -90,12 +90,12 @@ def machine() -> Iterator[Check]:
 
     yield Check("Python", "untried", f"{platform.python_version()} in {sys.prefix}")
     yield Check("Dreamfleet", "untried", importlib.metadata.version("dreamfleet"))
-    load, memory = os.getloadavg()[0], psutil.virtual_memory()
+    load, free = os.getloadavg()[0], memory_free()
     fix = "Other programs keep it busy; training will be slower."
     yield enough("CPU", load <= cores(), f"{cores()} cores, load {load:.1f}", fix)
-    found = f"{memory.available / 1e9:.1f} GB of {memory.total / 1e9:.1f} GB free"
+    found = f"{free / 1e9:.1f} GB of {memory_limit() / 1e9:.1f} GB free"
     fix = "Close other programs, or use few environments."
-    yield enough("memory", memory.available >= _LITTLE_MEMORY, found, fix)
+    yield enough("memory", free >= _LITTLE_MEMORY, found, fix)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     found = f"{files} at most" if files >= 0 else "no limit"
     fix = "Run 'ulimit -n 4096' in this shell before you start many environments."
