@@ -554,7 +554,7 @@ def test_calls_in_flight_fail_unless_they_may_be_repeated(plain: Plain) -> None:
     plain.gate.open.set()
     plain.server = plain.make(address)
     plain.server.start(block=False)
-    with pytest.raises(Disconnected, match="whether the call was carried out is not known"):
+    with pytest.raises(Disconnected, match="the call may have been executed"):
         once.result(20)
     assert again.result(20) == ("again",)
     assert client.stats()["resent"] == 1
@@ -602,7 +602,7 @@ def test_a_server_that_moves_is_found_at_its_new_address(
         # The methods are still running when the address is given up: their answers are lost.
         old._loop.close(timeout=0)
         bench.gate.open.set()
-        with pytest.raises(Disconnected, match="whether the call was carried out is not known"):
+        with pytest.raises(Disconnected, match="the call may have been executed"):
             once.result(20)
         waiting = client.echo("sent while it moves")
         if published != "early":
@@ -957,8 +957,8 @@ def test_an_odd_request_may_be_the_first_without_making_the_others_odd(batching:
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
-        ({**item(0), "who": "me"}, "who is no array, and cannot be batched"),
-        ({**item(0), "who": 0}, "who is no array, and cannot be batched"),
+        ({**item(0), "who": "me"}, "who is not an array and cannot be batched"),
+        ({**item(0), "who": 0}, "who is not an array and cannot be batched"),
         ({**item(0), "more": b"raw" * 3000}, "more is text or bytes"),
     ],
 )
