@@ -163,7 +163,7 @@ def test_a_run_whose_replay_was_removed_says_so_and_fills_it_again(tmp_path: Pat
         assert snapshot is not None
         assert 600 <= snapshot.step == snapshot.parts["replay"]["steps"] < 700
         log = (logdir / "logs" / "replay.log").read_text()
-        assert ("steps fewer than the run has made" in log) == (removed == ["replay"])
+        assert ("steps less than the run has made" in log) == (removed == ["replay"])
 
 
 def test_a_damaged_checkpoint_is_skipped_and_the_counts_are_right(tmp_path: Path) -> None:

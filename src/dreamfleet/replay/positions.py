@@ -121,7 +121,7 @@ class Positions:
             self._end_import(noted)
         elif by_tick < noted:
             log.warning(
-                "The replay holds %d steps fewer than the run has made; the run resumes without "
+                "The replay holds %d steps less than the run has made; the run resumes without "
                 "them.",
                 noted - by_tick,
             )

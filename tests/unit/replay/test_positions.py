@@ -451,7 +451,7 @@ def test_a_replay_that_was_removed_is_filled_again(
     positions.sampled(400)
     emptied = Positions(tmp_path / "positions", 0)
     assert emptied.steps == 1000
-    assert "1000 steps fewer" in caplog.text
+    assert "1000 steps less" in caplog.text
     assert emptied.owed(Limits(), 0) == -8.0
     emptied.stored(10)
     assert emptied.steps == 1010
