@@ -557,8 +557,8 @@ class Client:
             return
         repeatable = self._welcome.repeatable
         lost = (
-            f"{self._welcome.name} at {address} was lost before it answered; the call may have been "
-            "executed."
+            f"{self._welcome.name} at {address} was lost before it answered; the call may have "
+            "been executed."
         )
         self._welcome = None
         self._down_since = time.monotonic()
