@@ -543,7 +543,7 @@ def test_calls_in_flight_fail_unless_they_may_be_repeated(
         bench.gate.open.set()
         if published == "same":
             bench.start(old.address)
-        with pytest.raises(Disconnected, match="whether the call was carried out is not known"):
+        with pytest.raises(Disconnected, match="the call may have been executed"):
             once.result(20)
         waiting = client.echo("sent while it moves")
         if published in ("late", "unknown meanwhile"):
@@ -878,8 +878,8 @@ def test_an_odd_request_gets_an_error_and_the_others_an_answer(
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
-        ({**item(0), "who": "me"}, "who is no array, and cannot be batched"),
-        ({**item(0), "who": 0}, "who is no array, and cannot be batched"),
+        ({**item(0), "who": "me"}, "who is not an array and cannot be batched"),
+        ({**item(0), "who": 0}, "who is not an array and cannot be batched"),
         ({**item(0), "more": b"raw" * 3000}, "more is text or bytes"),
         ({**block(1, 2, 3, 4), "who": np.zeros(5, np.int64)}, r"not a block of 4"),
     ],

@@ -50,8 +50,8 @@ def reopen(table: Table, found: Sequence[Found]) -> dict[str, str]:
     power_cut = journal.left_by is LeftBy.POWER_CUT
     if power_cut:
         log.warning(
-            "The replay was not closed before the machine was restarted, or the run was moved: "
-            "steps after the last sync are dropped, of which the files hold %d.",
+            "The machine was restarted, or the run was moved, before the replay was closed: "
+            "steps after the last sync are dropped (%d are in the files).",
             int((every > journal.committed).sum()),
         )
     for chunk, slot in slots.items():
@@ -113,8 +113,8 @@ def _settle(journal: Journal, every: Ticks) -> None:
     staged = [tick for tick in journal.staged() if tick <= complete]
     tick = staged[-1] if staged else complete
     log.warning(
-        "The newest entry of the replay's journal is not whole. By its chunks, %d steps more than "
-        "the entry before says were committed; they are kept.",
+        "The newest entry of the replay's journal is incomplete: %d steps after the previous entry "
+        "were committed by its chunks, and are kept.",
         tick - journal.committed,
     )
     journal.settle(tick)

@@ -112,9 +112,9 @@ class Replay:
     ) -> None:
         for name, value in (("length", length), ("capacity", capacity), ("chunk", chunk)):
             if value < 1:
-                raise ConfigError(f"The replay's {name} is at least 1, not {value}.")
+                raise ConfigError(f"The replay's {name} must be at least 1, not {value}.")
         if max_bytes is not None and max_bytes < 1:
-            raise ConfigError(f"The replay's max_bytes is positive or None, not {max_bytes}.")
+            raise ConfigError(f"The replay's max_bytes must be positive or None, not {max_bytes}.")
         self.length = length
         self.capacity = capacity
         self.directory = None if directory is None else Path(directory)

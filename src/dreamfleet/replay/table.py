@@ -466,7 +466,7 @@ class Table:
     def _why_full(self, chunks: int, pinned: int) -> str:
         if self.max_bytes is None:
             return (
-                f"The replay has no place for {chunks} more chunks in addition to {pinned}: "
+                f"The replay has no room for {chunks} more chunks in addition to {pinned}: "
                 f"raise `chunk` ({self.store.steps} steps) or lower the number of streams."
             )
         return (

@@ -404,7 +404,7 @@ def signature_of(schema: Schema, rows: int) -> Signature:
     if schema.node is None or schema.node[0] != TUPLE:
         raise MessageError("The arguments of a call are a tuple.")
     for path in schema.plain_paths:
-        raise MessageError(f"{_name(path)} is no array, and cannot be batched.")
+        raise MessageError(f"{_name(path)} is not an array and cannot be batched.")
     for leaf in schema.leaves:
         if leaf.kind not in (ARRAY, SCALAR):
             raise MessageError(f"{_name(leaf.path)} is text or bytes, which cannot be batched.")

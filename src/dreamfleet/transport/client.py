@@ -547,8 +547,8 @@ class Client:
             else:
                 self._pending.pop(number)._fail(
                     Disconnected(
-                        f"{welcome.name} at {self.address} has died {request.deaths} times right "
-                        f"after it got this call of {future.method!r}, which is not sent again."
+                        f"{welcome.name} at {self.address} died {request.deaths} times right after "
+                        f"it received this call of {future.method!r}; it is not sent again."
                     )
                 )
 
@@ -557,8 +557,8 @@ class Client:
             return
         repeatable = self._welcome.repeatable
         lost = (
-            f"{self._welcome.name} at {address} was lost before it answered; whether the call was "
-            "carried out is not known."
+            f"{self._welcome.name} at {address} was lost before it answered; the call may have "
+            "been executed."
         )
         self._welcome = None
         self._down_since = time.monotonic()

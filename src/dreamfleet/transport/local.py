@@ -650,6 +650,6 @@ class LocalLink(LocalSocket):
 _REFUSALS = {
     errno.ENOENT: wire.NO_SERVER,
     errno.ECONNREFUSED: wire.NO_SERVER,
-    errno.EAGAIN: "it has not accepted the connections of others yet",
-    errno.EPROTOTYPE: "what listens there is no server of this version of Dreamfleet",
+    errno.EAGAIN: "its queue of new connections is full",
+    errno.EPROTOTYPE: "another program, or another version of Dreamfleet, listens there",
 }

@@ -157,7 +157,7 @@ class Loop:
         if not (address.loopback or keys or options.get("insecure")):
             raise SecurityError(
                 f"{self.name} at {address.text} would be open to every machine on the network: "
-                "pass keys=Keys.load(...), bind to 127.0.0.1, or say insecure=True if you mean it."
+                "pass keys=Keys.load(...), bind to 127.0.0.1, or pass insecure=True."
             )
         if address.kind != "tcp" and local.AVAILABLE:
             return LocalListener(address, self.name)
@@ -369,7 +369,7 @@ class Loop:
             self._send(peer, wire.pack(wire.WELCOME, 0, encode(self._welcome(origin))))
             return
         if header.kind != wire.CALL or header.id <= 0 or header.rows < 0:
-            raise MessageError("A server takes greetings and calls, nothing else.")
+            raise MessageError("A server accepts greetings and calls only.")
         if header.to != self._incarnation:
             self._send(peer, wire.pack(wire.STALE, header.id, encode(None)))
             return

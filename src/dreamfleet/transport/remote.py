@@ -318,7 +318,7 @@ class RemoteListener(Listener):
         try:
             authenticator.revoked = frozenset(revoked())
         except Exception:
-            log.exception("%s: which names are revoked is not known.", self._name)
+            log.exception("%s: the revoked names cannot be read.", self._name)
         for peer, (name, descriptor, address) in list(self._invited.items()):
             if name in authenticator.revoked:
                 ended += self._hang_up(peer, descriptor, address)
@@ -338,8 +338,8 @@ def _close(sockets: list[zmq.Socket[bytes]], context: zmq.Context[zmq.Socket[byt
 # --- clients -------------------------------------------------------------------------------------
 
 _HANDSHAKE_FAILURES: dict[int, str] = {
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "the handshake failed; is the server given the same key?",
-    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "the handshake failed; do both sides have a key?",
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "the handshake failed: use the same key on both sides",
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "the handshake failed: use a key on both sides",
     zmq.Event.HANDSHAKE_FAILED_AUTH: "the server refused the key",
 }
 _MONITORED = (
@@ -394,8 +394,8 @@ class RemoteLink:
         except zmq.ZMQError:
             self.close(linger=0)
             raise AddressError(
-                f"{address.text} is no address to connect to: write the name or number of the "
-                "machine where the server runs."
+                f"{address.text} is not an address to connect to: write the host name or IP "
+                "address of the server's machine."
             ) from None
 
     def fileno(self) -> int:

@@ -202,8 +202,7 @@ class RoleKey:
             keys = b""
         if len(keys) != 2 * _SIZE:
             raise SecurityError(
-                "This is no role key, which is the name of a role, a dot and 86 letters: was all "
-                "of it copied?"
+                "Not a role key, which is a role's name, a dot and 86 characters: copy all of it."
             )
         return cls(role, keys[:_SIZE], keys[_SIZE:])
 

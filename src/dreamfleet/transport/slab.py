@@ -67,7 +67,7 @@ class Slab:
         self.slot_bytes = max(_PAGE, 1 << (frame_bytes - 1).bit_length())
         slots = _slots(self.slot_bytes)
         if slots < 2 or not hasattr(os, "memfd_create"):
-            raise OSError("This system has no memory to share, or not enough.")
+            raise OSError("Shared memory is not available, or too small.")
         self.descriptor = os.memfd_create("dreamfleet", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._sizes = [0] * slots  # bytes that are reserved, by slot
         self._held = bytearray(slots)

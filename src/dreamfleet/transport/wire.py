@@ -80,8 +80,8 @@ def pack(
         raise CodecError(f"{method!a} cannot be the name of a method.") from None
     if len(header) > MAX_HEADER:
         raise CodecError(
-            f"Cannot send so many small values at once: they take {len(header)} bytes, and "
-            f"{MAX_HEADER} is the limit. Stack them into arrays."
+            f"The small values of a call take {len(header)} bytes, and {MAX_HEADER} is the limit: "
+            "stack them into arrays."
         )
     if len(value.frames) >= MAX_FRAMES:
         raise CodecError(f"Cannot send more than {MAX_FRAMES - 1} large arrays at once.")

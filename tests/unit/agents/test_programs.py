@@ -78,7 +78,7 @@ def test_programs_are_not_kept_where_others_may_write(
     folder.mkdir()
     folder.chmod(mode)
     assert not programs.enable_cache(str(folder))
-    assert "others may write to it" in caplog.text
+    assert "other users can write to it" in caplog.text
     assert jax.config.values["jax_compilation_cache_dir"] == before
 
 

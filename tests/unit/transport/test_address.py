@@ -148,7 +148,7 @@ def test_a_socket_file_left_by_a_killed_server_is_no_obstacle(tmp_path: Path) ->
 
 
 def test_an_address_to_listen_at_is_no_address_to_connect_to() -> None:
-    words = "is no address to connect to: write the name or number of the machine"
+    words = "is not an address to connect to: write the host name or IP address"
     with pytest.raises(AddressError, match=words):
         Client("tcp://*:5555")
     with (

@@ -79,7 +79,7 @@ def test_a_call_that_kills_its_server_again_and_again_is_given_up() -> None:
         Client(server.address, "innocent") as innocent,
     ):
         deadly = guilty.deadly()
-        with pytest.raises(Disconnected, match="died 5 times right after it got this call"):
+        with pytest.raises(Disconnected, match="died 5 times right after it received this call"):
             deadly.result(120)
         assert server.calls["deadly"] == 5
         # Others are served by the last of them, and so is its sender.

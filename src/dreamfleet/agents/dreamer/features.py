@@ -222,14 +222,13 @@ def check_encodable(spaces: Spaces, model: ModelConfig) -> None:
         if dimensions == 3 and not space.image:
             raise SpaceError(
                 f"Observation {name!r} has dtype {space.dtype} and 3 dimensions: set the "
-                "environment's option image_layout to hwc or chw if it is an image, to flat for a "
-                "vector, or choose an encoder of your own with model.encoder."
+                "environment's option image_layout (hwc or chw for an image, flat for a vector), "
+                "or set model.encoder to your own encoder."
             )
         if dimensions > 3:
             raise SpaceError(
                 f"Observation {name!r} has {dimensions} dimensions: set the environment's option "
-                "image_layout to flat for a vector, or choose an encoder of your own with "
-                "model.encoder."
+                "image_layout to flat for a vector, or set model.encoder to your own encoder."
             )
     _check_vectors(spaces)
     _check_images(spaces, model)

@@ -171,8 +171,8 @@ def extra_losses(nets: Networks, seen: Seen, *, couples_rows: bool) -> dict[str,
     for name, loss in found.items():
         if not couples_rows and loss.shape[:1] != rows:
             raise ConfigError(
-                f"The loss {name} has the shape {loss.shape}, and has to begin with the {rows[0]} "
-                "rows of the batch: leave that axis, or set couples_rows=True."
+                f"The loss {name} has shape {loss.shape}, and its first axis must be the {rows[0]} "
+                "rows of the batch: keep that axis, or set couples_rows=True."
             )
     return found
 

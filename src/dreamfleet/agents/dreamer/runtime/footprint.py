@@ -53,9 +53,9 @@ def check_fit(found: Mapping[str, float], platform: str) -> None:
     words = ", ".join(f"{name} {found[name] / 1e9:.1f} GB" for name in parts)
     where = "this machine" if platform == "cpu" else f"a device of {platform}"
     raise ConfigError(
-        f"A training step needs {found['step'] / 1e9:.1f} GB of memory as compiled ({words}), and "
-        f"{where} has {found['limit'] / 1e9:.1f} GB: choose a smaller --dreamer.model, "
-        "--batch-size or --batch-length, or imagine from fewer steps (--dreamer.loss.imag-last)."
+        f"A training step needs {found['step'] / 1e9:.1f} GB of memory ({words}), and {where} has "
+        f"{found['limit'] / 1e9:.1f} GB: choose a smaller --dreamer.model, --batch-size, "
+        "--batch-length or --dreamer.loss.imag-last."
     )
 
 
@@ -70,8 +70,8 @@ def check_state(shapes: TrainState, mesh: Mesh, *, sharded: bool) -> None:
     needed /= mesh.size if sharded else 1
     if needed > (limit := _limit(mesh)):
         raise ConfigError(
-            f"Parameters and optimizer take {needed / 2e9:.1f} GB, which an update has twice, and "
-            f"there are {limit / 1e9:.1f} GB of memory: choose a smaller --dreamer.model."
+            f"An update holds parameters and optimizer twice, {needed / 1e9:.1f} GB, and there are "
+            f"{limit / 1e9:.1f} GB of memory: choose a smaller --dreamer.model."
         )
 
 

@@ -196,7 +196,7 @@ class DreamerPlayer(ActingAgent):
     def world_model(self) -> DreamerWorldModel:
         """What the saved agent has learned, for a dream."""
         if self._nets is None:
-            raise ConfigError("There is no world model before load() was called: load one.")
+            raise ConfigError("This player has no parameters yet: call load() first.")
         return DreamerWorldModel(self._nets, self.config, self._placement.policy_device)
 
     def metrics(self) -> dict[str, float]:

@@ -50,7 +50,7 @@ def _not_private(path: Path) -> str:
     if found.st_uid != os.getuid():
         return "it belongs to another user: choose another cache_dir"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"others may write to it: run chmod go-w {path}"
+        return f"other users can write to it: run chmod go-w {path}"
     return ""
 
 
