@@ -22,9 +22,9 @@ CACHE = "DREAMFLEET_TESTS_CACHE"
 """Names the folder of compiled programs that all processes of one test run share."""
 
 LONGEST = [
-    *("test_view_in_a_browser", "test_network_namespaces", "test_joining", "test_fleet_kills"),
-    *("test_documents_work", "test_devices", "test_hosts", "test_train_command"),
-    *("test_examples", "test_ray_cluster", "test_chaos", "test_ends", "test_it_learns"),
+    *("test_view_in_a_browser", "test_network_namespaces", "test_joining", "test_train_command"),
+    *("test_documents_work", "test_devices", "test_hosts", "test_examples"),
+    *("test_ray_cluster", "test_chaos", "test_ends", "test_it_learns"),
     *("test_site", "test_dreamer", "test_from_python", "test_masked_policy", "test_networks"),
 ]
 """Modules whose tests take the longest."""
