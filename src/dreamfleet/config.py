@@ -157,8 +157,8 @@ class RunConfig:
     and repeatable runs) or ray (processes of a Ray cluster)."""
     ray_address: Incidental[PerHost[Local[str]]] = ""
     """The Ray cluster: auto (this machine is part of it), HOST:PORT, ray://HOST:PORT (from
-    outside), or local (a new one). Empty takes RAY_ADDRESS, a cluster on this machine, or a new
-    one."""
+    outside), or local (a new one). Empty takes RAY_ADDRESS, the cluster of `ray start` on this
+    machine, or a new one."""
     ray_runtime_env: Incidental[PerHost[Local[dict[str, Any]]]] = field(default_factory=dict)
     """Ray's runtime environment of the workers: files and packages that the machines lack, such as
     working_dir=. pip=[\"minigrid\"]."""

@@ -111,6 +111,7 @@ def test_a_cluster_that_is_not_there_or_does_not_fit_is_one_sentence(
         monkeypatch.setenv(name, "")  # so that it is as before when the test is over
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.setattr(launcher.ray, "init", init)
     for address, why in (("auto", "Could not find"), ("old:1", "The cluster has Ray 2.1")):
         with pytest.raises(ConfigError, match=f"Ray cluster at {address}: {why}"):
@@ -118,15 +119,23 @@ def test_a_cluster_that_is_not_there_or_does_not_fit_is_one_sentence(
     # Ray's client is silent about a token that it lacks.
     with pytest.raises(ConfigError, match="set RAY_AUTH_MODE=token if it asks for a token"):
         launcher.connect(small_run(tmp_path, ray_address="ray://there:10001"), {})
-    # Without an address a machine without a cluster gets one, with room for the run.
+    # Without an address a machine without a cluster gets one, with room for the run. Ray's "auto"
+    # would join the cluster of another run, which ends with that run.
     asked.clear()
     launcher.connect(small_run(tmp_path), {"CPU": 100.5, "simulator": 2.0})
-    (first, _), (second, options) = asked
-    assert (first, second) == ("auto", "local")
+    ((where, options),) = asked
+    assert where == "local"
     assert (options["num_cpus"], options["resources"]) == (101, {"simulator": 2.0})
     assert options["include_dashboard"] is False
     # It has a token, of which nothing is written to the user's home; one of the user's stays.
     assert len(os.environ.pop("RAY_AUTH_TOKEN")) == 64
+    # One of `ray start` is joined, or replaced if it is gone.
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:6379")
+    asked.clear()
+    launcher.connect(small_run(tmp_path), {})
+    assert [where for where, _ in asked] == ["auto", "local"]
+    del os.environ["RAY_AUTH_TOKEN"]
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").touch()
     launcher.connect(small_run(tmp_path, ray_address="local"), {})

@@ -403,7 +403,7 @@ def connect(args: RunConfig, needed: Mapping[str, float]) -> Callable[[], None]:
     with _signals_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the error says it too
         try:
-            if address != "local":
+            if address != "local" if address else _is_started_here():
                 try:
                     ray.init(address or "auto", **options)
                     return _disconnect
@@ -433,6 +433,12 @@ def connect(args: RunConfig, needed: Mapping[str, float]) -> Callable[[], None]:
                 f"--head', {token if address else ''}name another --ray-address, or use "
                 "--ray-address local."
             ) from None
+
+
+def _is_started_here() -> bool:
+    """Whether `ray start` has made this machine part of a cluster. `auto` alone would also find the
+    cluster of another run, which asks for that run's token and ends with it."""
+    return ray._private.utils.read_ray_address() is not None
 
 
 def _choose_token() -> None:
