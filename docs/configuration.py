@@ -19,20 +19,17 @@ from dreamfleet.settings import Setting, describe
 _INTRODUCTION = """\
 # Configuration
 
-This page is made from the code by `make docs`, and a test keeps it current.
+`make docs` makes this page from the code. A setting is a flag with its path: `--replay.capacity
+100000`. A switch needs no value; `no-` before its name turns it off (`--replay.no-online`). Pairs
+are words: `--env-options repeat=2`. From Python: `RunConfig().changed({"dreamer.model": "1m"})`.
 
-Every setting of `dreamfleet.RunConfig` is a flag with its path: `--replay.capacity 100000`,
-`--dreamer.loss.entropy-scale 0.001`. A switch needs no value (`--remote-envs`); `no-` before its
-name turns it off (`--replay.no-online`). Pairs are NAME=VALUE words (`--env-options repeat=2`). A
-model is chosen by its size: `--dreamer.model 1m`. From Python:
-`RunConfig().changed({"dreamer.model": "1m", "replay.capacity": 100_000})`.
+`--config FILE` reads nested settings, JSON or YAML (`pip install pyyaml`); flags win.
+`--print-config` prints such a file and trains nothing. Your own code in a file (a task, an agent,
+networks) must be named again as a flag, or trusted with `--trust`.
 
-`--config run.yaml` reads a file with nested settings; flags beside it win. `--print-config` prints
-such a file and trains nothing. YAML needs `pip install pyyaml`; `.json` does not. Your own code in
-a file (a task, an agent, networks) must be named again as a flag, or trusted with `--trust`.
-
-Settings that you do not give come from the preset, or from the run if it exists. A setting that
-does not exist, is out of range or contradicts another is refused at the start, with the fix.
+Settings that you do not give come from the preset, or from the run if it exists. Invalid and
+contradictory settings are refused at the start, with the fix. The default and the allowed values
+follow in parentheses; a lower bound of 0 or 1 is left out.
 """
 
 _SHORT = {
@@ -65,7 +62,7 @@ def reference() -> str:
             continue
         if path:
             parts += [f"## `{path}`\n", f"{words[path]}\n"]
-        parts.append(_table(members))
+        parts.append(_list(members))
     parts += ["## `resources`\n", _resources(groups)]
     parts += ["## Presets\n", _presets(), "## Sizes of the model\n", _sizes()]
     return "\n".join(parts)
@@ -86,13 +83,20 @@ def _descriptions(config: Any, path: str) -> Iterator[tuple[str, str]]:
             yield from _descriptions(value, f"{path}.{field.name}".lstrip("."))
 
 
-def _table(settings: Sequence[Setting]) -> str:
-    rows = ["| setting | value | default | |", "|---|---|---|---|"]
-    rows += [
-        f"| `{each.path}` | {_value(each.type)} | {_shown(each.value)} | {each.help} |"
-        for each in settings
-    ]
-    return "\n".join(rows) + "\n"
+def _list(settings: Sequence[Setting]) -> str:
+    return "".join(f"- `{each.path}` ({_default(each)}): {each.help}\n" for each in settings)
+
+
+def _default(setting: Setting) -> str:
+    """The default, then what is allowed, unless that is clear: a type, or a bound of 0 or 1."""
+    allowed = _value(setting.type)
+    if isinstance(setting.value, (bool, int, float)):
+        allowed = re.sub(r"^(switch|integer|number)( ≥[01]$)?", "", allowed).strip()
+    elif allowed in ("text", "path", "pairs", "list of text"):
+        allowed = ""
+    elif setting.value is None:
+        allowed = allowed.removesuffix(" or None")
+    return f"{_shown(setting.value)}{allowed and f', {allowed}'}"
 
 
 def _value(kind: Any) -> str:
@@ -103,24 +107,20 @@ def _value(kind: Any) -> str:
 
 
 def _resources(groups: Mapping[str, Sequence[Setting]]) -> str:
-    """One row for each kind of resource; the roles differ in their defaults only."""
+    """One line for each kind of resource; the roles differ in their defaults only."""
     roles = {p.removeprefix("resources."): g for p, g in groups.items() if "resources." in p}
     names = ", ".join(f"`{role}`" for role in roles)
     rows = [
         f"What the launcher ray reserves for each process of a ROLE: {names}.\n",
-        "| setting | value | default | |",
-        "|---|---|---|---|",
     ]
     for column in zip(*roles.values(), strict=True):
         name, first = column[0].path.rpartition(".")[2], column[0]
         same = [role for role, each in zip(roles, column, strict=True) if each.value == first.value]
-        default = _shown(first.value)
+        default = _default(first)
         if len(same) < len(roles):
             other = next(each for each in column if each.value != first.value)
             default += f" for {', '.join(same)}; else {_shown(other.value)}"
-        rows.append(
-            f"| `resources.ROLE.{name}` | {_value(first.type)} | {default} | {first.help} |"
-        )
+        rows.append(f"- `resources.ROLE.{name}` ({default}): {first.help}")
     return "\n".join(rows) + "\n"
 
 
@@ -132,19 +132,14 @@ def _shown(value: Any) -> str:
 
 def _presets() -> str:
     """What each preset changes."""
-    rows = [
-        "`--preset NAME`, or `--preset NAME,size50m` for another model size. What differs from the "
-        "defaults above, or from `published`:\n",
-        "| preset | its own settings |",
-        "|---|---|",
-    ]
     sizes = [f"size{size}" for size in PUBLISHED_SIZES]
-    for name in PRESETS:
-        if name not in sizes:
-            rows.append(f"| `{name}` | {_own(name) or 'none'} |")
-        elif name == sizes[0]:
-            names = ", ".join(f"`{size}`" for size in sizes)
-            rows.append(f"| {names} | as `published`, with the model of that size |")
+    plain = [name for name in PRESETS if name not in (*sizes, "default", "debug")]
+    rows = [
+        "What [each](presets.md) changes in the defaults above, or in `published`. `debug` is "
+        "left out: it makes everything small.\n",
+        *(f"- `{name}`: {_own(name)}" for name in plain),
+        "- `size1m` and so on: as `published`, with the model of that size",
+    ]
     return "\n".join(rows) + "\n"
 
 
@@ -164,7 +159,7 @@ def _own(name: str) -> str:
     mine, found = values(PRESETS[name]), {}
     for base in ("default", "published"):
         theirs = values(PRESETS[base])
-        changes = [f"`{k}` {_shown(v)}" for k, v in mine.items() if v != theirs[k]]
+        changes = [f"`{k}={v}`" for k, v in mine.items() if v != theirs[k]]
         found[base] = ("as `published`, with " if base == "published" else "") + ", ".join(changes)
     return found["default"] if name == "published" else min(found.values(), key=len)
 
