@@ -1,17 +1,20 @@
 """The agents and networks of `examples/` learn, with nothing changed in the package."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dreamfleet import Dream, Policy, evaluate, make_env
 from dreamfleet.agents import Agent, find_agent
+from dreamfleet.envs.registry import make_lanes
 
 ROOT = Path(__file__).parents[2]
 
@@ -159,6 +162,52 @@ def test_an_encoder_of_ones_own_trains(
     rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     losses = [row["train/opt/loss"] for row in rows if "train/opt/loss" in row]
     assert losses[-1] < 0.9 * losses[0]
+
+
+class BraxState(NamedTuple):
+    obs: Any
+    reward: Any
+    done: Any
+    metrics: dict[str, Any]
+    info: dict[str, Any]
+
+
+class BraxCount:
+    """Three lanes of Brax that count: they end after 2 and 3 steps, or are cut after 4."""
+
+    observation_size, action_size = 1, 2
+
+    def reset(self, key: Any) -> BraxState:
+        zeros = jnp.zeros(3)
+        return BraxState(zeros[:, None], zeros, zeros, {"height": zeros}, {"truncation": zeros})
+
+    def step(self, state: BraxState, action: Any) -> BraxState:
+        count = state.obs[:, 0] + 1
+        ends, cut = count >= jnp.array([2, 3, 9]), count >= 4
+        info = {"truncation": jnp.where(cut & ~ends, 1.0, 0.0)}
+        done = jnp.where(ends | cut, 1.0, 0.0)
+        return BraxState(count[:, None], action.sum(1), done, {"height": 10 * count}, info)
+
+
+@pytest.mark.usefixtures("in_checkout")
+def test_lanes_of_brax_keep_their_last_observations_and_metrics() -> None:
+    lanes = importlib.import_module("examples.jax_lanes").JaxLanes
+
+    def make(num_envs: int) -> Any:
+        return lanes(BraxCount(), num_envs)
+
+    env = make_lanes(make, 3, log_info="log/height")
+    action = {"action": np.ones((3, 2), np.float32), "reset": np.zeros(3, bool)}
+    rows = [env.step(env.reset_action), *(env.step(action) for _ in range(6))]
+    seen = {key: np.stack([row[key] for row in rows], 1) for key in rows[0]}
+    counts = [[0, 1, 2, 0, 1, 2, 0], [0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 4, 0, 1]]
+    assert seen["vector"][..., 0].tolist() == counts
+    assert (seen["log/height"] == 10 * np.array(counts)).all()
+    assert (seen["reward"] == np.where(seen["is_first"], 0, 2)).all()
+    assert (seen["is_first"] == (np.array(counts) == 0)).all()
+    last = np.array(counts) == np.array([[2], [3], [4]])
+    assert (seen["is_last"] == last).all()
+    assert (seen["is_terminal"] == last * np.array([[1], [1], [0]])).all()
 
 
 @pytest.mark.usefixtures("in_checkout")
