@@ -70,9 +70,9 @@ def test_a_value_above_the_limits_is_refused_where_it_is_sent(value: Any) -> Non
     server.bind("take", lambda value: len(value))
     server.bind("give", lambda: value)
     with server, Client(server.address, timeout=30) as client:
-        with pytest.raises(CodecError, match="Cannot send"):
+        with pytest.raises(CodecError, match=r"Cannot send|is the limit"):
             client.take(value)
-        with pytest.raises(RemoteError, match="Cannot send"):
+        with pytest.raises(RemoteError, match=r"Cannot send|is the limit"):
             client.give().result()
         assert client.stats()["inflight"] == 0
         assert client.take([1, 2]).result() == 2

@@ -72,7 +72,7 @@ def test_a_batch_that_is_not_full_an_environment_that_hangs_and_a_limiter_that_h
 
 
 def test_a_replay_that_never_comes(tmp_path: Path) -> None:
-    words = ["the learner is waiting for the replay", "the replay has not reported"]
+    words = ["the learner waits for the replay, which 'dreamfleet role replay' starts elsewhere"]
     with tempfile.TemporaryDirectory(prefix="fleet-") as sockets:
         settings = {"remote_replay": True, "replay_addr": f"ipc://{sockets}/replay"}
         stand_still(tmp_path, {}, words, **settings)

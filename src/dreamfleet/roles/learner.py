@@ -193,7 +193,10 @@ class Learner:
 
     def restore(self) -> None:
         """Wait for the replay, and go on from the newest checkpoint."""
-        self._health.waits("the learner waits for the replay")
+        where = (
+            ", which 'dreamfleet role replay' starts elsewhere" if self._args.remote_replay else ""
+        )
+        self._health.waits(f"the learner waits for the replay{where}")
         restored = self._saver.restore()
         log.info("The agent is %s", restored)
         self._logger.add(self._progress.step, {"learner/start": restored})
