@@ -22,7 +22,8 @@ def tied(module: Sequence[str]) -> list[str]:
     """The command for a module with arguments, to be started with `stdin=PIPE` and
     `start_new_session=True`."""
     # -P: the current directory may be a run of others, and what it holds is not imported.
-    return [sys.executable, "-P", "-m", __name__, *module]
+    # -u: an error stands behind what was printed before it, also in a file.
+    return [sys.executable, "-uP", "-m", __name__, *module]
 
 
 def main() -> None:

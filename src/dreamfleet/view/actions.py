@@ -35,7 +35,7 @@ _MAX_RUNNING, _MAX_KEPT = 2, 20
 _NICE = 10
 _TAIL_BYTES = 1 << 13
 # -P: the current directory may be a run of others, and what it holds is not imported.
-_COMMAND = (sys.executable, "-P", "-m", "dreamfleet.cli")
+_COMMAND = (sys.executable, "-uP", "-m", "dreamfleet.cli")
 
 
 class Job:

@@ -155,6 +155,7 @@ def test_a_job_shows_its_result_or_its_error(run: Run, tmp_path: Path) -> None:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        patch.delenv("PYTHONUNBUFFERED", raising=False)
         for word, end in (
             ("good", "test · mean return 2.5 of 10 episodes"),
             ("bad", "start 'dreamfleet view --trust'."),
