@@ -189,7 +189,9 @@ def look(plan: Plan, code: int, folder: Path, processes: list[psutil.Process], l
     if "The agent is" not in log or "nothing is saved" in log:
         return
     found, saved = audit(logdir.glob("replay*")), steps_made(logdir)
-    expect(not found.faults, str(found.faults), log)
+    # A killed agent takes along what it has answered, and the replay has not confirmed.
+    faults = found.faults.keys() - ({"lost_ends"} if plan.victim == "agent" else set())
+    expect(not faults, str(found.faults), log)
     # A run that is stopped waits 5 s for its replay, and else saves the last position it knows.
     away = "replay" in plan.moment and "The checkpoint names an older position" in log
     good = saved == found.rows or plan.victim == "agent" or (away and saved < found.rows)
