@@ -14,7 +14,7 @@ from dreamfleet.cli.console import complain
 from dreamfleet.errors import DreamfleetError
 
 BENCHMARKS = {
-    "agent": "Dreamer: train step, policy call, memory, compile time; each size, several devices",
+    "agent": "Dreamer: train step, policy call, memory, compile time; each size",
     "fleet": "steps/s of a whole fleet, beside vectorised environments that only step",
     "transport": "steps/s and latency of calls between processes, beside portal",
     "replay": "insert, sample, update and reopen; cost per call from 10^4 to 2*10^6 steps",
@@ -22,7 +22,7 @@ BENCHMARKS = {
     "lanes": "steps/s of vectorised environments, beside their bare loop",
     "network": "steps/s behind a network delay, with 1, 2 and 4 lanes",
     "hostile": "steps/s and memory of an encrypted fleet while its servers are attacked",
-    "view": "the web page: time to open, what it takes from a run, growth (needs Chromium)",
+    "view": "the web page: time to open, what it takes from a run (needs Chromium)",
     "lowering": "operations of every agent program for CUDA and TPU, without a device",
     "soak": "memory, files, sockets and threads of every process while a run trains",
 }
@@ -46,11 +46,6 @@ def parser() -> argparse.ArgumentParser:
             )
             command.add_argument("--kind", choices=("vector", "image", "all"), default="all")
             command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-            command.add_argument(
-                "--devices",
-                default="",
-                help="compare 1 device with several, such as 1,2,4,8; a CPU has virtual ones",
-            )
         elif name == "soak":
             command.add_argument("logdir", type=Path, help="directory for the run; it must be new")
             command.add_argument("--minutes", type=float, default=60.0)

@@ -5,16 +5,12 @@ of its own with the environment variables of an agent: its memory is its own, an
 not fit costs only its row. FLOP utilisation is what the model needs (`lowering`) against the
 fastest matrix product of the same precision in the same process; on a CPU both are taken by CPU
 time, which other programs disturb little.
-
-`--devices` trains from the same parameters on the same batches with several devices, and compares
-losses, parameters and time with one: data parallel, fully sharded, and groups that share a copy.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import platform
 import resource
@@ -32,25 +28,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.report import Row, compare, in_process, median_ms, scratch, timed
-from dreamfleet.agents import (
-    DreamerConfig,
-    ExecutionConfig,
-    OptimizerConfig,
-    find_agent,
-    size_preset,
-)
+from benchmarks.report import Row, in_process, median_ms, scratch, timed
+from dreamfleet.agents import DreamerConfig, ExecutionConfig, find_agent, size_preset
 from dreamfleet.agents.dreamer.config import PUBLISHED_SIZES
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.spaces import Space
 
 POLICY_ROWS = (1, 8, 16)
-MODES = ("data parallel", "fully sharded", "both")
-LOSSES, PARAMETERS = 1e-3, 1e-2
-"""Tolerances after all updates: of every loss, relative to it or to one, and of all parameters
-together, relative to the distance that they moved. Sums in another order round differently, and a
-rounding can change a sample, after which two runs rightly differ."""
 _PRODUCTS = (1024, 2048, 4096, 8192)  # sides of matrices
 _PACKAGES = ("dreamfleet", "jax", "jaxlib", "equinox", "optax", "numpy")
 
@@ -69,30 +54,18 @@ class Task:
     """About how long train steps are measured; 0 to only compile."""
     calls: int = 500
     """Policy calls that are measured."""
-    updates: int = 0
-    """Train steps that are compared between devices, instead of all else."""
-    devices: int = 1
-    mode: str = MODES[0]
     folder: str = ""
-    """For compiled programs, or for the parameters that several devices reached."""
+    """For compiled programs."""
 
 
 def run(
-    quick: bool = False,
-    sizes: str = "1m",
-    kind: str = "all",
-    dtype: str = "float32",
-    devices: str = "",
+    quick: bool = False, sizes: str = "1m", kind: str = "all", dtype: str = "float32"
 ) -> Iterator[Row]:
-    """Measure sizes, or devices. A quick run uses tiny networks and batches."""
+    """Measure sizes. A quick run uses tiny networks and batches."""
     task = Task(dtype=dtype)
     if quick:
         task = replace(task, batch_size=2, batch_length=4, report_length=4, seconds=0.1, calls=20)
     names = ("debug",) if quick and sizes == "1m" else sizes_of(sizes)
-    if devices:
-        like = replace(task, size=names[0], batch_size=8, batch_length=16) if quick else task
-        yield from compare_devices(counts_of(devices), replace(like, size=names[0], updates=20))
-        return
     described = False
     for size, each in itertools.product(names, ("vector", "image") if kind == "all" else (kind,)):
         found = _measured(replace(task, size=size, kind=each))
@@ -112,21 +85,6 @@ def sizes_of(text: str) -> tuple[str, ...]:
     for name in names:
         size_preset(name)
     return names
-
-
-def counts_of(text: str) -> tuple[int, ...]:
-    """Numbers between commas, with 1, which the others are compared with.
-
-    Raises:
-        ConfigError: They are no positive numbers.
-    """
-    try:
-        counts = {int(word) for word in text.split(",")}
-    except ValueError:
-        counts = {0}
-    if min(counts) < 1:
-        raise ConfigError(f"--devices {text}: write positive numbers such as 1,2,4,8.")
-    return tuple(sorted({1, *counts}))
 
 
 def _measured(task: Task) -> dict[str, Any]:
@@ -369,100 +327,10 @@ def _peak_bytes() -> float:
     return float(counted.get("peak_bytes_in_use") or own)
 
 
-# --- several devices -----------------------------------------------------------------------------
-
-
-def compare_devices(counts: tuple[int, ...], like: Task) -> Iterator[Row]:
-    """Rows for each number of devices and each mode; the first is a single device."""
-    one: dict[str, Any] = {}
-    for count in counts:
-        for mode in MODES[: 1 if count == 1 else 2 if count < 4 else 3]:
-            name = "1 device" if count == 1 else f"{count} devices, {mode}"
-            with scratch() as folder:
-                task = replace(like, devices=count, mode=mode, folder=str(folder))
-                try:
-                    variables = {"JAX_NUM_CPU_DEVICES": str(count)}
-                    found = dict(in_process(__name__, asdict(task), **variables))
-                except DreamfleetError as error:
-                    found = {"problem": str(error)}
-                if "problem" not in found:
-                    found["parameters"] = dict(np.load(folder / "parameters.npz"))
-            if not one and "problem" in found:
-                raise DreamfleetError(f"One device failed: {found['problem']}")
-            one = one or found
-            yield device_row(name, found, one)
-
-
-def device_row(name: str, found: Mapping[str, Any], one: Mapping[str, Any]) -> Row:
-    """The time of a train step, and how far losses and parameters are from those of one device."""
-    if "problem" in found:
-        return Row(name, None, "ms", note=found["problem"])
-    losses, theirs = np.asarray(one["losses"]), np.asarray(found["losses"])
-    loss = float(np.max(np.abs(losses - theirs) / np.maximum(np.abs(losses), 1.0)))
-    moved = _distance(one["parameters"], found["parameters"]) / max(one["moved"], 1e-12)
-    same = "the same" if loss <= LOSSES and moved <= PARAMETERS else "NOT THE SAME"
-    memory = found["memory"]
-    note = (
-        f"{same}: losses {loss:.1e} apart, parameters {moved:.1e}; on each device "
-        f"{(memory['parameters'] + memory['optimizer']) / 1e6:,.1f} MB of state, "
-        f"{memory['step'] / 1e6:,.0f} MB for a step"
-    )
-    if found is one:
-        return Row(name, found["train"], "ms", note=note)
-    return compare(name, found["train"], "ms", "1 device", one["train"], note)
-
-
-def _distance(some: Mapping[str, Any], others: Mapping[str, Any]) -> float:
-    """Between all parameters of two agents."""
-    return math.sqrt(sum(float(np.sum(np.square(some[name] - others[name]))) for name in some))
-
-
-def train_on_devices(task: Task) -> dict[str, Any]:
-    """Losses of all updates, the time of one, and the memory of a device."""
-    import jax
-
-    if len(jax.devices()) < task.devices:
-        return {"problem": f"this machine has {len(jax.devices())} devices"}
-    execution = ExecutionConfig(
-        cache_dir="",
-        compute_dtype=task.dtype,  # type: ignore[arg-type]
-        shard_parameters=task.mode != MODES[0],
-        shard_over=task.devices // 2 if task.mode == "both" else 0,
-        train_devices=tuple(range(task.devices)),
-    )
-    # With a short warm-up, few updates move the parameters as far as many with the usual one.
-    config = DreamerConfig(
-        size_preset(task.size), optimizer=OptimizerConfig(warmup=2), execution=execution
-    )
-    agent: Any = find_agent("dreamer").make(*spaces(task.kind), config, seed=0)
-    agent.compile(batch_size=task.batch_size, batch_length=task.batch_length)
-    carry = agent.init_train(task.batch_size)
-    example = agent.example_batch(task.batch_size, task.batch_length)
-
-    def parameters() -> dict[str, Any]:
-        return {name: value for name, value in agent.save().items() if name.startswith("nets/")}
-
-    losses, times, first = [], [], parameters()
-    for number in range(task.updates):
-        batch = random_batch(example, seed=number)
-        start = time.perf_counter()
-        carry, _, metrics = agent.train(carry, batch)
-        losses.append([float(value) for name, value in sorted(metrics.items()) if "loss/" in name])
-        times.append(time.perf_counter() - start)
-    last = parameters()
-    np.savez(Path(task.folder) / "parameters.npz", **last)
-    return {
-        "losses": losses,
-        "moved": _distance(first, last),
-        "train": 1e3 * float(np.median(times[2:])),
-        "memory": agent.memory(),
-    }
-
-
 if __name__ == "__main__":
     asked = Task(**json.loads(sys.argv[1]))
     try:
-        result = train_on_devices(asked) if asked.updates else measure(asked)
+        result = measure(asked)
     except (ConfigError, RuntimeError, MemoryError) as error:  # XLA raises the second
         result = {"problem": " ".join(str(error).split())[:300] or type(error).__name__}
     sys.stdout.write(json.dumps(result) + "\n")

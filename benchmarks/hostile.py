@@ -81,7 +81,7 @@ def run(quick: bool = False) -> Iterator[Row]:
 class Result:
     """What was sent, and what it cost."""
 
-    sent: dict[str, int] = field(default_factory=dict)
+    sent: Counter[str] = field(default_factory=Counter)
     baseline: list[float] = field(default_factory=list)
     """Steps per second without load."""
     loaded: list[float] = field(default_factory=list)
@@ -176,20 +176,20 @@ def _phases(
     while step() < 100:
         yield "starting"
     yield from wait(plan.warm_up)
-    sender = stack.enter_context(Sender(found, keys, plan))
     before = memory()
-    for _ in range(plan.phases):
+    for phase in range(plan.phases):
         begin, first = time.monotonic(), step()
         yield from wait(plan.baseline)
         result.baseline.append((step() - first) / (time.monotonic() - begin))
         begin, first = time.monotonic(), step()
-        sender.begin()
-        while not sender.done:
+        sender = stack.enter_context(closing(Sender(found, keys.secret.hex(), plan, phase)))
+        while (done := sender.result()) is None:
             yield "load"
+        sent, cpu_seconds = done
         seconds = time.monotonic() - begin
         result.loaded.append((step() - first) / seconds)
-        result.sender.append(sender.cpu_seconds / seconds / len(os.sched_getaffinity(0)))
-    result.sent = sender.sent()
+        result.sender.append(cpu_seconds / seconds / len(os.sched_getaffinity(0)))
+        result.sent += sent
     after = memory()
     result.memory = {name: (before[name], after[name]) for name in before if name in after}
     record = read_record(config.logdir)
@@ -200,99 +200,64 @@ def _phases(
 
 
 class Sender:
-    """A process that sends one phase of load whenever it is told to.
+    """A process that sends one phase of load.
 
     libzmq aborts a process that closes a socket while its connection ends in the middle of a
     message. Then another process repeats the phase; what the aborted one sent is not counted.
     """
 
-    def __init__(self, targets: dict[str, str], keys: Keys, plan: Plan) -> None:
-        self._task = targets, keys.secret.hex(), plan
-        self._phases = 0
-        self.cpu_seconds = 0.0
-        """CPU time of the last phase."""
+    def __init__(self, *task: Any) -> None:
+        self._task = task
         self._start()
 
     def _start(self) -> None:
         self._channel, theirs = multiprocessing.Pipe()
-        self._process = helper(_send_phases, theirs, *self._task, self._phases)
+        self._process = helper(_send, theirs, *self._task)
         self._process.start()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid or 0
-
-    def begin(self) -> None:
-        """Start a phase."""
-        self._channel.send("send")
-
-    @property
-    def done(self) -> bool:
-        """Whether the phase is over."""
-        if not self._process.is_alive():
+    def result(self) -> tuple[Counter[str], float] | None:
+        """How much of each kind was sent, and the CPU time of that; None before the end."""
+        alive = self._process.is_alive()
+        if self._channel.poll(0):
+            found: tuple[Counter[str], float] = self._channel.recv()
+            return found
+        if not alive:
             if self._process.exitcode != -signal.SIGABRT:
                 raise RuntimeError("The sender has died.")
             self._start()
-            self.begin()
-        if not self._channel.poll(0):
-            return False
-        self.cpu_seconds = self._channel.recv()
-        self._phases += 1
-        return True
+        return None
 
-    def sent(self) -> dict[str, int]:
-        """How much of each kind was sent."""
-        self._channel.send("count")
-        return dict(self._channel.recv())
-
-    def __enter__(self) -> Sender:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         self._process.kill()
         self._process.join()
 
 
-def _send_phases(
-    channel: Any, targets: dict[str, str], secret: str, plan: Plan, phases: int
-) -> None:
+def _send(channel: Any, targets: dict[str, str], secret: str, plan: Plan, phase: int) -> None:
     keys, sent = Keys.from_text(secret), Counter[str]()
-    loads = [_Load(name, target, keys, sent) for name, target in targets.items()]
-    each_phase = plan.messages // plan.phases
-    goal = phases * each_phase
+    loads = [_Load(name, target, keys, sent, phase) for name, target in targets.items()]
+    goal, cpu, begin = plan.messages // plan.phases, time.process_time(), time.monotonic()
+    while min(load.messages for load in loads) < goal:
+        for load in loads:
+            if load.messages < min(goal, plan.rate * (time.monotonic() - begin)):
+                load.send()
+        time.sleep(0.001)
     for load in loads:
-        load.messages = goal  # sent by the processes before this one
-    with ExitStack() as stack:
-        for load in loads:
-            stack.callback(load.close)
-        while channel.recv() == "send":
-            goal += each_phase
-            cpu, begin, before = time.process_time(), time.monotonic(), [x.messages for x in loads]
-            while min(load.messages for load in loads) < goal:
-                for load, start in zip(loads, before, strict=True):
-                    due = start + plan.rate * (time.monotonic() - begin)
-                    if load.messages < min(goal, due):
-                        load.send()
-                time.sleep(0.001)
-            for load in loads:
-                load.close()
-            channel.send(time.process_time() - cpu)
-        for load in loads:
-            sent[f"malformed messages, to the {load.name}"] = load.messages
-        channel.send(sent)
+        load.close()
+        sent[f"malformed messages, to the {load.name}"] = load.messages
+    channel.send((sent, time.process_time() - cpu))
 
 
 class _Load:
     """What one server is sent."""
 
-    def __init__(self, name: str, address: str, keys: Keys, sent: Counter[str]) -> None:
+    def __init__(self, name: str, address: str, keys: Keys, sent: Counter[str], phase: int) -> None:
         self.name, self._address, self._keys, self._sent = name, address, keys, sent
         self.messages = 0
         """Malformed ones so far."""
         place = parse(address)
         self._place = (place.host, place.port)
-        self._malformed = cycle(list(islice(malformed(name), _DISTINCT)))
-        self._rng = random.Random(name)
+        self._malformed = cycle(list(islice(malformed(f"{name} {phase}"), _DISTINCT)))
+        self._rng = random.Random(f"{name} {phase}")
         self._silent: list[socket.socket] = []
         self._slow: list[socket.socket] = []
         self._stuck: deque[ExitStack] = deque()
@@ -395,4 +360,4 @@ class Tap(Proxy):
         if way == "up":
             self.sent += data
             if len(self.sent) >= self.limit:
-                self._flow[way].clear()
+                self.flow[way].clear()

@@ -21,7 +21,7 @@ from dreamfleet.transport import Keys, wire
 from dreamfleet.transport.address import parse
 from dreamfleet.transport.codec import ARRAY, DICT, TUPLE, encode
 
-METHODS = ("echo", "act", "add_batch", "sample_batch_train", "tran", "add", "status", "poll")
+METHODS = ("echo", "act", "add_batch", "sample_train", "tran", "add", "status", "poll")
 
 NONSENSE: tuple[Any, ...] = (
     *(None, -7, (1 << 62) + 1, 1.5, float("nan"), True, "nonsense", "x" * 100_000, b"\0" * 1000),

@@ -6,12 +6,13 @@ encrypted connections work as well.
 
 from __future__ import annotations
 
-import asyncio
-import selectors
+import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Literal, Self, TypeVar
+from queue import Queue
+from typing import Any, Literal, Self
 
 from dreamfleet.transport.address import parse
 
@@ -19,7 +20,6 @@ Way = Literal["up", "down"]
 """From the clients to the server, and from the server to the clients."""
 BOTH: tuple[Way, Way] = ("up", "down")
 
-_T = TypeVar("_T")
 _CHUNK = 1 << 16
 _QUEUED = 256  # chunks of one connection and way that are in the proxy; then it stops reading
 
@@ -41,42 +41,39 @@ class Proxy:
         delay: float = 0.0,
         tap: Callable[[Way, bytes], None] = lambda *_: None,
     ) -> None:
-        self.delay, self._tap = delay, tap
+        self.delay, self.tap = delay, tap
+        self.flow = {way: threading.Event() for way in BOTH}
+        """Cleared while bytes of that way are kept."""
+        self.resume()
         self._target = parse(target)
         self._links: set[_Link] = set()
-        self._tasks: set[asyncio.Task[Any]] = set()  # of connections
-        self._closing = False
-        # Other selectors round waiting times up to milliseconds.
-        self._loop = asyncio.SelectorEventLoop(selectors.SelectSelector())
-        self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
-        self._thread.start()
-        self._flow = {way: asyncio.Event() for way in BOTH}
-        self.resume()
-        self._server = self._call(asyncio.start_server(self._accept, "127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
-    # --- what the network does -------------------------------------------------------------------
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._accepting = _thread(self._accept)
 
     def stall(self, ways: Iterable[Way] = BOTH) -> None:
         """Keep what comes until `resume`, without telling either side."""
-        self._each([self._flow[way] for way in ways], asyncio.Event.clear)
+        for way in ways:
+            self.flow[way].clear()
 
     def resume(self) -> None:
         """Pass on what was kept, and what comes."""
-        self._each(self._flow.values(), asyncio.Event.set)
+        for flow in self.flow.values():
+            flow.set()
 
     def cut(self) -> None:
-        """Reset all connections: both sides notice at once. New ones are accepted."""
-        self._each(self._links, _Link.abort)
+        """End all connections: both sides notice at once. New ones are accepted."""
+        for link in list(self._links):
+            link.abort()
 
     def close(self) -> None:
         """Cut all connections and listen no more."""
-        if self._loop.is_closed():
-            return
-        self._call(self._close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # which ends `accept`
+        self._accepting.join()
+        self._listener.close()
+        self.cut()
+        self.resume()
 
     def __enter__(self) -> Self:
         return self
@@ -84,106 +81,82 @@ class Proxy:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- in the proxy's thread -------------------------------------------------------------------
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                server = socket.create_connection((self._target.host, self._target.port))
+            except OSError:
+                client.close()
+                continue
+            link = _Link(self, client, server)
+            self._links.add(link)
+            _thread(self._serve, link)
 
-    def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
-
-    def _each(self, items: Iterable[_T], action: Callable[[_T], None]) -> None:
-        async def run() -> None:
-            for item in list(items):
-                action(item)
-
-        self._call(run())
-
-    async def _close(self) -> None:
-        self._closing = True  # connections that were accepted and have not begun: they end then
-        for listener in self._server.sockets:  # closing them now would leave such a one open
-            self._loop.remove_reader(listener.fileno())
-        while asyncio.all_tasks() - {asyncio.current_task()}:
-            while self._tasks:
-                self._tasks.pop().cancel()
-            await asyncio.sleep(0)
-        self._server.close()
-        await asyncio.sleep(0)  # in which sockets are closed
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        try:
-            # Closing cancels it, which asyncio would report as an error.
-            with suppress(asyncio.CancelledError):
-                await self._serve(reader, writer)
-        finally:
-            self._tasks.discard(task)
-            writer.transport.abort()
-
-    async def _serve(self, reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
-        try:
-            if self._closing:
-                raise ConnectionRefusedError
-            replies, server = await asyncio.open_connection(self._target.host, self._target.port)
-        except OSError:
-            return
-        link = _Link({"up": server, "down": client}, self._tap)
-        self._links.add(link)
-        try:
-            async with asyncio.TaskGroup() as ways:
-                ways.create_task(self._pass(reader, link, "up"))
-                ways.create_task(self._pass(replies, link, "down"))
-        except* OSError:
-            pass  # one side has gone, so the other is told
-        finally:
-            self._links.discard(link)
-            link.abort()
-
-    async def _pass(self, source: asyncio.StreamReader, link: _Link, way: Way) -> None:
-        """Pass on what comes from one side until its end, each chunk after its delay."""
-        chunks: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUED)
-        async with asyncio.TaskGroup() as both:
-            both.create_task(self._read(source, chunks))
-            while True:
-                due, data = await chunks.get()
-                await asyncio.sleep(max(0.0, due - self._loop.time()))
-                await self._flow[way].wait()
-                if not data:
-                    break
-                await link.send(way, data)
-            link.end(way)
-
-    async def _read(
-        self, source: asyncio.StreamReader, chunks: asyncio.Queue[tuple[float, bytes]]
-    ) -> None:
-        data = b"-"
-        while data:
-            data = await source.read(_CHUNK)
-            await chunks.put((self._loop.time() + self.delay, data))
+    def _serve(self, link: _Link) -> None:
+        link.run()
+        self._links.discard(link)
 
 
 class _Link:
-    """A client's connection and the one to the server that belongs to it, by their way."""
+    """A client's connection, and the one to the server that belongs to it."""
 
-    def __init__(
-        self, sinks: dict[Way, asyncio.StreamWriter], tap: Callable[[Way, bytes], None]
-    ) -> None:
-        self._sinks, self._tap = sinks, tap
-        self._ended: set[Way] = set()
+    def __init__(self, proxy: Proxy, client: socket.socket, server: socket.socket) -> None:
+        self._proxy = proxy
+        self._sockets = client, server
+        self._aborted = False
+        for each in self._sockets:
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    async def send(self, way: Way, data: bytes) -> None:
-        if way not in self._ended:
-            self._tap(way, data)
-            self._sinks[way].write(data)
-            await self._sinks[way].drain()
-
-    def end(self, way: Way) -> None:
-        """The receiver sees the end; what comes later is dropped."""
-        if way not in self._ended:
-            self._ended.add(way)
-            if not self._sinks[way].is_closing():
-                self._sinks[way].write_eof()
+    def run(self) -> None:
+        """Pass on what comes, until both sides have ended."""
+        client, server = self._sockets
+        with client, server:
+            up = _thread(self._pass, "up", client, server)
+            self._pass("down", server, client)
+            up.join()
 
     def abort(self) -> None:
-        self._ended.update(BOTH)
-        for sink in self._sinks.values():
-            sink.transport.abort()
+        self._aborted = True
+        for each in self._sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _pass(self, way: Way, source: socket.socket, sink: socket.socket) -> None:
+        """Pass on what comes from one side until its end, each chunk after its delay."""
+        chunks: Queue[tuple[float, bytes]] = Queue(_QUEUED)
+        _thread(self._read, source, chunks)
+        data = b"-"
+        while data:
+            due, data = chunks.get()
+            time.sleep(max(0.0, due - time.monotonic()))
+            self._proxy.flow[way].wait()
+            if self._aborted:
+                continue
+            try:
+                self._proxy.tap(way, data)
+                if data:
+                    sink.sendall(data)
+                else:
+                    sink.shutdown(socket.SHUT_WR)
+            except OSError:
+                self.abort()  # one side has gone, so the other is told
+
+    def _read(self, source: socket.socket, chunks: Queue[tuple[float, bytes]]) -> None:
+        data = b"-"
+        while data:
+            try:
+                data = source.recv(_CHUNK)
+            except OSError:
+                self.abort()
+                data = b""
+            chunks.put((time.monotonic() + self._proxy.delay, data))
+
+
+def _thread(target: Callable[..., None], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=target, args=args, name="proxy", daemon=True)
+    thread.start()
+    return thread

@@ -1,4 +1,4 @@
-"""The replay: insert, sample, update, cost against size, memory, reopening.
+"""The replay: insert, sample, update, cost against size, memory of the index, reopening.
 
 Everything is called as a run calls it: numbered batches, samples, a selector made
 from the settings, and states (with priorities, if they are used) written back.
@@ -7,8 +7,6 @@ from the settings, and states (with priorities, if they are used) written back.
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -35,7 +33,7 @@ def run(quick: bool = False) -> Iterator[Row]:
             yield from _speed(kind, storage, quick)
     yield from _growth(quick, prioritized=False)
     yield from _growth(quick, prioritized=True)
-    yield from _reopen(quick)
+    yield from opening(50_000 if quick else 1_000_000)
 
 
 def steps(kind: str, count: int = BATCH) -> Steps:
@@ -97,16 +95,12 @@ def _growth(quick: bool, prioritized: bool) -> list[Row]:
     priorities = np.random.default_rng(0).random((BATCH, LENGTH))
     seq = itertools.count()
     replays = {}
-    overhead = 0.0
     for size in (small, large):
-        before = psutil.Process().memory_info().rss
         fractions = Fractions(uniform=0.0, priority=1.0) if prioritized else Fractions()
         selector = make_selector(ReplayConfig(fractions=fractions))
         replay = replays[size] = Replay(LENGTH, size, online=False, selector=selector)
         while len(replay) < size:
             replay.add_batch(bulk, names)
-        used = psutil.Process().memory_info().rss - before
-        overhead = used / replay.stats()["steps"] - step_bytes
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
     for _ in range(3 if quick else 30):
         for size, replay in replays.items():
@@ -126,29 +120,21 @@ def _growth(quick: bool, prioritized: bool) -> list[Row]:
         many, few = (1e6 * median(times[what, size]) for size in (large, small))
         name = f"growth/{what}/prioritized" if prioritized else f"growth/{what}"
         rows.append(compare(name, many, "us", f"{small:,} items", few, note))
-    name = "overhead/prioritized" if prioritized else "overhead"
-    return [*rows, Row(name, overhead, "bytes/step", note=f"{note}, in memory")]
+    return rows
 
 
-def _reopen(quick: bool) -> list[Row]:
-    """Time to open a directory of vector steps in a new process."""
-    count = 10**5 if quick else 10**6
+def opening(count: int) -> Iterator[Row]:
+    """Memory of the index of a replay of many small steps, and the time to open it again."""
+    batch, names = {"reward": np.zeros(4096, np.float32)}, np.arange(4096) % 64
     with scratch() as folder:
-        bulk = steps("vector", 4096)
-        names = np.arange(4096) % BATCH
         with Replay(LENGTH, count, folder) as replay:
             for _ in range(-(-count // 4096)):
-                replay.add_batch(bulk, names)
-        code = (
-            "import sys, time; from dreamfleet.replay import Replay; start = time.perf_counter();"
-            f"replay = Replay({LENGTH}, {count}, sys.argv[1]); replay.sample({BATCH}, 'report');"
-            "sys.stdout.write(str(time.perf_counter() - start))"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code, folder],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-    note = f"{count:,} vector steps, open and first sample"
-    return [Row("reopen", float(done.stdout), "s", note=note)]
+                replay.add_batch(batch, names)
+            used = replay.stats()["ram_bytes"] / count
+        yield Row("replay/index", used, "bytes/step", note=f"memory, {count:,} steps")
+        files = len(list(folder.glob("*.chunk")))
+        begin = time.perf_counter()
+        with Replay(LENGTH, count, folder):
+            seconds = time.perf_counter() - begin
+    note = f"{count:,} steps in {files} files"
+    yield Row("replay/reopen", 1e6 * seconds / count, "s/million steps", note=note)

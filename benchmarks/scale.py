@@ -1,9 +1,9 @@
 """CPU time of every role, and how many environments an actor carries.
 
-CPU time is that of a role's own process, so it holds on a busy machine too; wall time is next to
-it. The roles are those of a run, started as a run starts them. Many environments are light clients:
-sockets of this process that speak the protocol, each a connection with an environment id of its
-own, which repeat prepared observations and compute nothing.
+CPU time is that of a role's own process, so it holds on a busy machine too. The roles are those of
+a run, started as a run starts them. Many environments are light clients: sockets of this process
+that speak the protocol, each a connection with an environment id of its own, which repeat prepared
+observations and compute nothing.
 
 `python -m docs.scaling` makes the tables and the picture of `docs/scaling.md` from the rows.
 """
@@ -11,12 +11,12 @@ own, which repeat prepared observations and compute nothing.
 from __future__ import annotations
 
 import itertools
-import os
 import resource
 import select
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,8 +29,9 @@ import psutil
 import zmq
 from numpy.typing import NDArray
 
-from benchmarks.agent import learner_step, policy_caller
-from benchmarks.report import Row, compare, in_process, scratch
+from benchmarks.agent import learner_step
+from benchmarks.replay import opening
+from benchmarks.report import Row, compare, in_process, scratch, timed
 from dreamfleet.agents import find_agent
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env, noop, sample_action
@@ -39,12 +40,12 @@ from dreamfleet.fleet import factories
 from dreamfleet.fleet.launchers import RunningWorker
 from dreamfleet.fleet.launchers.local import LocalLauncher
 from dreamfleet.fleet.workers import fleet_workers
-from dreamfleet.replay import Replay, ReplayConfig
+from dreamfleet.replay import ReplayConfig
 from dreamfleet.roles.actor import serve_actor
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.env import ObservationBlock
 from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.scaling.shards import Reply, replay_client
+from dreamfleet.roles.scaling.shards import ReplayClient, Reply
 from dreamfleet.spaces import RESET, Space, without_logs, without_reset
 from dreamfleet.transport import Client, Keys, RoleKey, wire
 from dreamfleet.transport.address import parse
@@ -57,9 +58,7 @@ CONNECTIONS = tuple(2**power for power in range(11))
 LARGEST_BATCH = 256
 """`actor_batch` of the curve, at most; with fewer environments it is half of them."""
 _ROWS = 64  # environments in a message to the replay and to the logger
-_POLICY_ROWS = (1, 8, 64, 256)
 _EPISODE = 100
-_CORES = "a core each"
 _TIMEOUT_SECONDS = 300.0  # seconds that a role may take to come up; compiling is a part of it
 _FILES_A_CONNECTION, _FILES_BESIDE = 2, 200
 
@@ -85,14 +84,13 @@ def _measure(
     for kind in kinds:
         yield from _environments(kind, envs, seconds)
         yield from _services(kind, agents[-1], calls)
-        yield from _agent(kind, agents[-1], calls // 20)
+        yield from _learner(kind, agents[-1], calls // 20)
     for agent, kind in itertools.product(agents, kinds):
         yield from _curve(agent, kind, connections, seconds)
     middle = connections[len(connections) // 2]
-    yield from _encrypted(kinds[0], middle, seconds)
     yield from _two_actors(agents[-1], kinds[-1], middle, seconds)
     yield from _two_shards(agents[-1], kinds[-1], calls)
-    yield from _large_replay(300 * calls, max(5, calls // 10))
+    yield from opening(2400 * calls)
 
 
 # --- the run -------------------------------------------------------------------------------------
@@ -152,20 +150,12 @@ class Roles:
             if worker.wait(0) is not None:
                 raise DreamfleetError(f"The {name} of the benchmark ended:\n{worker.output()}")
 
-    def each(self) -> dict[str, float]:
-        """Seconds of CPU time that each worker has used."""
-        spent = {}
-        for worker in self._workers:
-            times = psutil.Process(self._running[worker.name].pid).cpu_times()
-            spent[worker.name] = times.user + times.system
-        return spent
-
     def cpu(self) -> dict[str, float]:
         """Seconds of CPU time that each role has used, all its processes together."""
         spent: dict[str, float] = {}
-        each = self.each()
         for worker in self._workers:
-            spent[worker.role] = spent.get(worker.role, 0.0) + each[worker.name]
+            times = psutil.Process(self._running[worker.name].pid).cpu_times()
+            spent[worker.role] = spent.get(worker.role, 0.0) + times.user + times.system
         return spent
 
 
@@ -174,19 +164,8 @@ def _act(config: RunConfig, worker: str) -> None:
     serve_actor(factories.agent(config, actor=index), config, Progress(), index)
 
 
-@dataclass(frozen=True)
-class Spent:
-    """Seconds of one step, or of one batch."""
-
-    cpu: float
-    wall: float
-
-    def rows(self, name: str, per: str, note: str = "") -> list[Row]:
-        """A row of CPU time and one of wall time, in microseconds."""
-        return [
-            Row(f"{name}/cpu", 1e6 * self.cpu, f"us/{per}", note=note),
-            Row(f"{name}/wall", 1e6 * self.wall, f"us/{per}", note=note),
-        ]
+def _cost(name: str, seconds: float, per: str, note: str = "CPU time") -> Row:
+    return Row(f"{name}/cpu", 1e6 * seconds, f"us/{per}", note=note)
 
 
 def _spaces(kind: str, agent: str) -> tuple[dict[str, Space], dict[str, Space]]:
@@ -207,7 +186,7 @@ def _zeros(spaces: Mapping[str, Space], *lead: int) -> Arrays:
 
 def _environments(kind: str, envs: int, seconds: float) -> Iterator[Row]:
     """An environment alone, then every role of a fleet, with one process and with one for each."""
-    yield from _alone(kind, seconds).rows(f"{kind}/environment alone", "step")
+    yield _cost(f"{kind}/environment alone", _alone(kind, seconds), "step")
     for together in (envs, 1):
         with scratch() as folder:
             config = _config(folder, kind, "random", envs, envs_per_process=together)
@@ -228,7 +207,7 @@ def _environments(kind: str, envs: int, seconds: float) -> Iterator[Row]:
             yield Row(f"{kind}/fleet, {layout}/{role}", used, "us/step", note="CPU time")
 
 
-def _alone(kind: str, seconds: float) -> Spent:
+def _alone(kind: str, seconds: float) -> float:
     env = make_env(TASKS[kind])
     rng = np.random.default_rng(0)
     actions = [sample_action(env.act_space, rng) for _ in range(64)]
@@ -238,7 +217,7 @@ def _alone(kind: str, seconds: float) -> Spent:
         for action in actions:
             obs = env.step({**action, RESET: obs["is_last"]})
         count += len(actions)
-    return Spent((time.process_time() - used) / count, (time.perf_counter() - begin) / count)
+    return (time.process_time() - used) / count
 
 
 def _await(ready: Callable[[], bool], roles: Roles) -> None:
@@ -270,18 +249,17 @@ def _services(kind: str, agent: str, calls: int) -> Iterator[Row]:
     with scratch() as folder, ExitStack() as stack:
         config = _config(folder, kind, agent, _ROWS)
         roles = stack.enter_context(Roles(config, "replay", "logger"))
-        replay, logger = (stack.enter_context(_client(config, r)) for r in ("replay", "logger"))
+        replay = stack.enter_context(ReplayClient(config, "bench", 2))
+        logger = stack.enter_context(_client(config, "logger"))
 
-        def measured(role: str, call: Callable[[], Any], per: int = 1) -> tuple[Spent, Spent]:
-            """What a call costs its server, and what it costs here."""
+        def cost(role: str, call: Callable[[], Any], per: int = 1) -> float:
+            """CPU time that a call, or a row of it, costs its server."""
             for _ in range(3):
                 call()
-            before, mine, begin = roles.cpu()[role], time.process_time(), time.perf_counter()
+            before = roles.cpu()[role]
             for _ in range(calls):
                 call()
-            wall, done = time.perf_counter() - begin, per * calls
-            here = Spent((time.process_time() - mine) / done, wall / done)
-            return Spent((roles.cpu()[role] - before) / done, wall / done), here
+            return (roles.cpu()[role] - before) / (per * calls)
 
         def insert() -> None:
             replay.add_batch(steps, ids, False, "bench", next(number)).result()
@@ -294,56 +272,41 @@ def _services(kind: str, agent: str, calls: int) -> Iterator[Row]:
         size = sum(array[0].nbytes for array in steps.values())
         yield Row(f"{kind}/stored step", float(size), "bytes", note=f"{agent}, default size")
         rows = f"{_ROWS} rows in a call"
-        yield from measured("replay", insert, _ROWS)[0].rows(f"{kind}/replay insert", "step", rows)
-        yield from measured("logger", follow, _ROWS)[0].rows(f"{kind}/logger", "step", rows)
-        batch = replay.sample_batch_train().result()
+        yield _cost(f"{kind}/replay insert", cost("replay", insert, _ROWS), "step", rows)
+        yield _cost(f"{kind}/logger", cost("logger", follow, _ROWS), "step", rows)
+        batch = replay.sample("train")
         megabytes = sum(array.nbytes for array in batch.values()) / 1e6
         note = f"{config.batch_size} x {config.window} steps, {megabytes:.1f} MB"
-        served, taken = measured("replay", lambda: replay.sample_batch_train().result())
-        yield from served.rows(f"{kind}/replay sample", "batch", note)
-        yield from taken.rows(f"{kind}/learner takes a sample", "batch", note)
+        spent = cost("replay", lambda: replay.sample("train"))
+        yield _cost(f"{kind}/replay sample", spent, "batch", note)
         states = {key: value for key, value in batch.items() if key.startswith(("dyn/", "stepid"))}
         if len(states) > 1:
-            written, _ = measured("replay", lambda: replay.update(states).result())
-            yield from written.rows(f"{kind}/replay update", "batch", "latent states written back")
+            spent = cost("replay", lambda: replay.update(states).result())
+            yield _cost(f"{kind}/replay update", spent, "batch", "latent states written back")
 
 
-# --- the agent -----------------------------------------------------------------------------------
+# --- the learner ---------------------------------------------------------------------------------
 
 
-def _agent(kind: str, agent: str, updates: int) -> Iterator[Row]:
-    """Policy calls and updates, in a process as that of an agent."""
-    for name, per, note, *spent in in_process(__name__, [kind, agent, updates], agent=agent):
-        yield from Spent(*spent).rows(f"{kind}/{name}", per, note)
+def _learner(kind: str, agent: str, updates: int) -> Iterator[Row]:
+    """Updates of an agent of the default size, in a process as that of an agent."""
+    spent = in_process(__name__, [kind, agent, updates], agent=agent)
+    yield _cost(f"{kind}/learner update", spent, "batch", f"{agent}, default size")
 
 
-def measure_agent(
-    kind: str, name: str, updates: int
-) -> Iterator[tuple[str, str, str, float, float]]:
-    """Names, units, notes, CPU time and wall time of an agent of the default size."""
+def measure_learner(kind: str, name: str, updates: int) -> float:
+    """Seconds of CPU time of an update."""
     config = RunConfig(task=TASKS[kind], agent=name)
     agent: Any = factories.agent(config)
     sizes = {"batch_size": config.batch_size, "batch_length": config.batch_length}
     agent.compile(**sizes, report_length=None, policy_batches=())
-    for rows in _POLICY_ROWS:
-        spent = _repeat(policy_caller(agent, agent.obs_space, rows), 10 * updates)
-        each = Spent(spent.cpu / rows, spent.wall / rows)
-        yield f"policy, {rows} rows", "step", f"{name}, default size", each.cpu, each.wall
     steps = (config.batch_size, config.window)
     batch = _zeros({**agent.obs_space, **agent.act_space, **agent.stored_space}, *steps)
-    batch |= {"stepid": np.zeros((*steps, 20), np.uint8)}
-    spent = _repeat(learner_step(agent, batch), updates)
-    note = f"{name}, default size, {config.batch_size} x {config.batch_length} steps"
-    yield "learner update", "batch", note, spent.cpu, spent.wall
-
-
-def _repeat(call: Callable[[], Any], count: int) -> Spent:
-    for _ in range(2):
-        call()
-    used, begin = time.process_time(), time.perf_counter()
-    for _ in range(count):
-        call()
-    return Spent((time.process_time() - used) / count, (time.perf_counter() - begin) / count)
+    step = learner_step(agent, batch | {"stepid": np.zeros((*steps, 20), np.uint8)})
+    timed(step, 2)
+    used = time.process_time()
+    timed(step, updates)
+    return (time.process_time() - used) / updates
 
 
 # --- many connections ----------------------------------------------------------------------------
@@ -387,7 +350,7 @@ class LightClients:
         self._envids: dict[int, int] = {}
         for envid in range(count):
             address = parse(addresses[envid % len(addresses)])
-            socket = open_link(address, address.endpoint, keys)
+            socket = open_link(address, address.text, keys)
             socket.send(wire.pack(wire.HELLO, 0, encode(None)))
             self._sockets[socket.fileno()] = socket
             self._envids[socket.fileno()] = envid
@@ -462,10 +425,6 @@ class Point:
     rate: float
     cpu: dict[str, float]
     """Seconds a step, by role; `clients` is this process."""
-    busiest: float
-    """Seconds a step of all, of the actor that uses most."""
-    connecting: float
-    """Seconds until every connection had made a step."""
     bytes_out: int
     bytes_in: int
 
@@ -490,23 +449,14 @@ def _point(kind: str, agent: str, count: int, seconds: float, **settings: Any) -
         clients.play(all_have_stepped)
         if clients.least < 2:
             raise DreamfleetError(f"Not all of {count} connections made a step.")
-        connecting = time.monotonic() - begin
         before, mine, steps = roles.cpu(), time.process_time(), clients.steps
-        each = roles.each()
         start = time.perf_counter()
         clients.play(lambda: time.perf_counter() > start + seconds)
         wall, made = time.perf_counter() - start, clients.steps - steps
         used = {role: spent - before[role] for role, spent in roles.cpu().items()}
         used["clients"] = time.process_time() - mine
         cpu = {role: spent / max(made, 1) for role, spent in used.items()}
-        busiest = _busiest(each, roles.each(), "agent", "actor") / max(made, 1)
-        sent = clients.bytes_out, clients.bytes_in
-        return Point(made / wall, cpu, busiest, connecting, *sent)
-
-
-def _busiest(before: Mapping[str, float], after: Mapping[str, float], *names: str) -> float:
-    """CPU time of the busiest worker whose name starts so: the limit if each has a core."""
-    return max(after[name] - before[name] for name in after if name.startswith(names))
+        return Point(made / wall, cpu, clients.bytes_out, clients.bytes_in)
 
 
 def _curve(agent: str, kind: str, connections: Sequence[int], seconds: float) -> Iterator[Row]:
@@ -519,10 +469,6 @@ def _curve(agent: str, kind: str, connections: Sequence[int], seconds: float) ->
         yield Row(name, point.rate, "steps/s", note=f"CPU time a step: {note}")
         yield Row(f"{name}/actor", 1e6 * point.cpu["agent"], "us/step", note="CPU time")
     assert point is not None
-    name = f"{kind}, {connections[-1]} connections, {agent}"
-    yield Row(
-        f"connect/{agent}/{kind}", point.connecting, "s", note=f"until all had stepped: {name}"
-    )
     yield Row(f"bytes/{agent}/{kind}/to the actor", point.bytes_out, "bytes/step")
     yield Row(f"bytes/{agent}/{kind}/from the actor", point.bytes_in, "bytes/step")
 
@@ -530,18 +476,6 @@ def _curve(agent: str, kind: str, connections: Sequence[int], seconds: float) ->
 def actor_batch(envs: int) -> int:
     """Half of the environments, so that one half steps while the policy answers the other."""
     return max(1, min(LARGEST_BATCH, envs // 2))
-
-
-def _encrypted(kind: str, count: int, seconds: float) -> Iterator[Row]:
-    addresses = ("actor_addr", "replay_addr", "logger_addr")
-    settings: dict[str, Any] = dict.fromkeys(addresses, "tcp://127.0.0.1:{auto}")
-    with scratch() as folder:
-        Keys.generate().save(folder / "keys")
-        settings |= {"actor_batch": actor_batch(count), "keys": str(folder / "keys")}
-        point = _point(kind, "random", count, seconds, **settings)
-    name = f"encrypted/random/{kind}/{count}"
-    yield Row(name, point.rate, "steps/s", note="tcp with CURVE between all roles")
-    yield Row(f"{name}/actor", 1e6 * point.cpu["agent"], "us/step", note="CPU time")
 
 
 def _two_actors(agent: str, kind: str, count: int, seconds: float) -> Iterator[Row]:
@@ -552,15 +486,6 @@ def _two_actors(agent: str, kind: str, count: int, seconds: float) -> Iterator[R
     )
     note = f"{count} connections, {agent}, {kind}"
     yield compare("actors=2", two.rate, "steps/s", "actors=1", one.rate, note=note)
-    yield _cores(f"actors=2, {_CORES}", one.busiest, two.busiest, "steps/s")
-
-
-def _cores(name: str, one: float, two: float, unit: str) -> Row:
-    """What processes carry that have a core each: limited by the busiest one's CPU time."""
-    peer = name.replace("=2", "=1")
-    # The clock of CPU time has ticks of 10 ms: a quick run may see none of them.
-    ours, theirs = (1 / max(seconds, 1e-6) for seconds in (two, one))
-    return compare(name, ours, unit, peer, theirs, note="CPU time of the busiest process")
 
 
 def _two_shards(agent: str, kind: str, calls: int) -> Iterator[Row]:
@@ -568,94 +493,36 @@ def _two_shards(agent: str, kind: str, calls: int) -> Iterator[Row]:
     for name, unit, one, two in zip(
         ("inserts", "samples"), ("steps/s", "batches/s"), ones, twos, strict=True
     ):
-        values = f"replay_shards=2, {name}", 1 / two.wall, unit
-        yield compare(*values, f"replay_shards=1, {name}", 1 / one.wall, note=f"{agent}, {kind}")
-        yield _cores(f"replay_shards=2, {name}, {_CORES}", one.cpu, two.cpu, unit)
+        peer = f"replay_shards=1, {name}"
+        yield compare(f"replay_shards=2, {name}", two, unit, peer, one, note=f"{agent}, {kind}")
 
 
-def _replay_rates(agent: str, kind: str, calls: int, shards: int) -> tuple[Spent, Spent]:
-    """A step that is stored and a batch that is drawn, two calls at a time. CPU time is that
-    of the busiest shard."""
+def _replay_rates(agent: str, kind: str, calls: int, shards: int) -> tuple[float, float]:
+    """Steps that are stored and batches that are drawn in a second, two calls at a time."""
     _, stored = _spaces(kind, agent)
     steps, ids, number = _zeros(stored, _ROWS), np.arange(_ROWS), itertools.count(1)
     with scratch() as folder, ExitStack() as stack:
         config = _config(folder, kind, agent, _ROWS, replay_shards=shards)
-        roles = stack.enter_context(Roles(config, "replay", "logger"))
-        replay = replay_client(config, "bench", 2)
-        stack.callback(replay.close)
+        stack.enter_context(Roles(config, "replay", "logger"))
+        replay = stack.enter_context(ReplayClient(config, "bench", 2))
+        ahead = stack.enter_context(ThreadPoolExecutor(1))
 
         def insert() -> Reply:
-            reply: Reply = replay.call("add_batch", steps, ids, False, "bench", next(number))
-            return reply
+            return replay.add_batch(steps, ids, False, "bench", next(number))
 
-        def rate(call: Callable[[], Reply], each: int) -> Spent:
-            before, waiting, begin = roles.each(), call(), time.perf_counter()
+        def rate(call: Callable[[], Reply], each: int) -> float:
+            waiting, begin = call(), time.perf_counter()
             for _ in range(calls):
                 following = call()
                 waiting.result(_TIMEOUT_SECONDS)
                 waiting = following
             waiting.result(_TIMEOUT_SECONDS)
-            wall, done = time.perf_counter() - begin, each * calls
-            return Spent(_busiest(before, roles.each(), "replay") / done, wall / done)
+            return each * calls / (time.perf_counter() - begin)
 
         for _ in range(2 * config.window):  # before that there may be no sequence to sample
             insert().result(_TIMEOUT_SECONDS)
-        return rate(insert, _ROWS), rate(lambda: replay.call("sample_batch_train"), 1)
-
-
-# --- a large replay ------------------------------------------------------------------------------
-
-
-def _large_replay(count: int, samples: int) -> Iterator[Row]:
-    """The index of a replay of many steps, and samples from pages that are not in memory."""
-    length, size = 33, 16
-    with scratch() as folder:
-        many = 8 * count
-        with Replay(length, many, folder) as replay:
-            _fill(replay, {"reward": np.zeros(4096, np.float32)}, many)
-            used = replay.stats()["ram_bytes"] / many
-        yield Row("replay/index", used, "bytes/step", note=f"memory, {many:,} steps")
-        begin = time.perf_counter()
-        with Replay(length, many, folder):
-            opened = time.perf_counter() - begin
-        note = f"{many:,} steps in {len(list(folder.glob('*')))} files"
-        yield Row("replay/reopen", 1e6 * opened / many, "s/million steps", note=note)
-    with scratch() as folder:
-        image = np.random.default_rng(0).integers(0, 256, (1024, 64, 64, 3), np.uint8)
-        with Replay(length, count, folder) as replay:
-            _fill(replay, {"image": image}, count)
-            warm = _repeat(partial(replay.sample, size, "report"), samples)
-        _forget_pages(folder)
-        with Replay(length, count, folder) as replay:
-            cold = _repeat(partial(replay.sample, size, "report"), samples)
-        megabytes = size * length * image[0].nbytes / 1e6
-        note = f"{size} x {length} images, {megabytes:.1f} MB"
-        yield from warm.rows("replay/sample, warm", "batch", note)
-        yield from cold.rows("replay/sample, cold", "batch", f"{note}, from the disk")
-        _forget_pages(folder)
-        yield Row("disk/read", _read_rate(folder), "MB/s", note="files one after the other")
-
-
-def _fill(replay: Replay, steps: Arrays, count: int) -> None:
-    rows = len(next(iter(steps.values())))
-    for _ in range(-(-count // rows)):
-        replay.add_batch(steps, np.arange(rows) % 64)
-
-
-def _forget_pages(folder: Path) -> None:
-    """Have the kernel drop what it keeps of files in memory."""
-    for path in folder.glob("*"):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())  # pages that are not written yet would stay
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _read_rate(folder: Path) -> float:
-    begin, size = time.perf_counter(), 0
-    for path in folder.glob("*"):
-        size += len(path.read_bytes())
-    return size / 1e6 / (time.perf_counter() - begin)
+        return rate(insert, _ROWS), rate(lambda: ahead.submit(replay.sample, "train"), 1)
 
 
 if __name__ == "__main__":
-    sys.stdout.write(dumps(list(measure_agent(*loads(sys.argv[1])))) + "\n")
+    sys.stdout.write(dumps(measure_learner(*loads(sys.argv[1]))) + "\n")

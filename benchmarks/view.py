@@ -1,4 +1,4 @@
-"""Cost of `dreamfleet view`: time to open, what it takes from a run, and growth.
+"""Cost of `dreamfleet view`: time to open, and what it takes from a run.
 
 A headless Chromium has the page open on the same machine, so what a page takes from a run includes
 the browser. A browser on another machine costs the server's share alone, which has its own row.
@@ -44,7 +44,6 @@ def run(quick: bool = False) -> Iterator[Row]:
         count, rows = (5, 100) if quick else (100, 10_000)
         yield from _opening(folder / "many", browser, count, rows)
         yield from _training(folder / "training", browser, 1 if quick else 5, quick=quick)
-        yield from _growing(folder / "growing", browser, 3.0 if quick else 180.0)
 
 
 @contextmanager
@@ -79,14 +78,6 @@ def _opening(folder: Path, browser: Any, count: int, rows: int) -> Iterator[Row]
             page.close()
         for name, value in (("the first time", times[0]), ("again", min(times[1:]))):
             yield Row(f"table and curves, {name}", value, "s", note=about)
-        page = browser.new_page()
-        site = address.partition("/?")[0]
-        page.goto(address)
-        start = time.monotonic()
-        page.goto(f"{site}/curves?run=run-{count - 1}")
-        page.wait_for_selector(".metrics td.col-meaning")
-        yield Row("all metrics of a run", time.monotonic() - start, "s", note=f"{rows:,} rows")
-        page.close()
 
 
 def _training(folder: Path, browser: Any, periods: int, quick: bool) -> Iterator[Row]:
@@ -137,42 +128,6 @@ def _training(folder: Path, browser: Any, periods: int, quick: bool) -> Iterator
                 yield Row(f"the server's share, open pages: {count}", share, "% of a core")
         finally:
             process.terminate()
-
-
-def _growing(folder: Path, browser: Any, seconds: float) -> Iterator[Row]:
-    """Memory of a page and of the server while a run writes 200 rows per second."""
-    _made_up(folder / "run", 1000)
-    scores, metrics = (folder / "run" / name for name in ("scores.jsonl", "metrics.jsonl"))
-    with _served(folder) as (address, server), scores.open("a") as some, metrics.open("a") as more:
-        page = browser.new_page()
-        page.goto(address)
-        page.goto(f"{address.partition('/?')[0]}/run?run=run")
-        page.wait_for_selector(".chart canvas")
-        session = page.context.new_cdp_session(page)
-        found = []
-        start, step = time.monotonic(), 10**6
-        for part in (0.3, 1.0):  # what is filled once is full after the first part
-            while time.monotonic() - start < part * seconds:
-                for _ in range(20):
-                    step += 10
-                    some.write(_score(step))
-                    more.write(_metrics(step))
-                some.flush()
-                more.flush()
-                time.sleep(0.1)
-            session.send("HeapProfiler.collectGarbage")
-            heap = page.evaluate("performance.memory.usedJSHeapSize")
-            found.append((heap, server.memory_info().rss, page.evaluate(_NODES)))
-        page.close()
-    note = f"{(step - 10**6) // 10:,} rows in {seconds:.0f} s, growth in the last 70 % of it"
-    for index, name in enumerate(("page", "server")):
-        yield Row(f"memory of the {name}", found[1][index] / 1e6, "MB", note=note)
-        growth = (found[1][index] - found[0][index]) / 1e6
-        yield Row(f"growth of the {name}", growth, "MB", note=note)
-    yield Row("new elements of the page", found[1][2] - found[0][2], "elements", note=note)
-
-
-_NODES = "document.querySelectorAll('*').length"
 
 
 def _cpu(process: psutil.Process) -> float:

@@ -56,6 +56,7 @@ exclude_patterns = [
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 4  # as a forge makes them
+highlight_language = "text"  # a block without a language is output, not Python
 default_role = "code"  # docstrings quote code as Markdown does
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True

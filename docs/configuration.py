@@ -23,13 +23,11 @@ _INTRODUCTION = """\
 100000`. A switch needs no value; `no-` before its name turns it off (`--replay.no-online`). Pairs
 are words: `--env-options repeat=2`. From Python: `RunConfig().changed({"dreamer.model": "1m"})`.
 
-`--config FILE` reads nested settings, JSON or YAML (`pip install pyyaml`); flags win.
-`--print-config` prints such a file and trains nothing. Your own code in a file (a task, an agent,
-networks) must be named again as a flag, or trusted with `--trust`.
+`--config FILE` reads settings from JSON or YAML (`pip install pyyaml`), as `--print-config` writes
+them; flags override it. Your own code in a file (a task, an agent, networks) must be named again as
+a flag, or trusted with `--trust`.
 
-Settings that you do not give come from the preset, or from the run if it exists. Invalid and
-contradictory settings are refused at the start, with the fix. The default and the allowed values
-follow in parentheses; a lower bound of 0 or 1 is left out.
+The default and the allowed values are in parentheses; a lower bound of 0 or 1 is left out.
 """
 
 _SHORT = {

@@ -89,7 +89,9 @@ def main() -> None:
     (folder / "scores.jsonl").write_text("".join(lines))
     about = {
         "group": "proprio",
-        "name": f"SAC of stable-baselines3 {stable_baselines3.__version__} on {args.task}",
+        "task": f"dmc:{args.task}",
+        "program": f"SAC, {args.minutes:g} CPU minutes",
+        "name": f"SAC of stable-baselines3 {stable_baselines3.__version__}",
         "seed": args.seed,
         "steps": model.num_timesteps,
         "cpu_minutes": time.process_time() / 60,

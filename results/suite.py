@@ -8,8 +8,9 @@ It may be stopped at any time and started again: runs resume. Each run is an ord
 `dreamfleet train`. `write` copies the settings, scores, command, version, machine and minutes of
 each run to `runs/`, and makes README.md and its pictures from these files alone.
 
-Settings were tuned on seeds 100 and up. Reported seeds are 0, 1, 2; every run that was started is
-listed. `peers/` holds scores of other programs, each with the command that made them.
+Settings were tuned on seeds 100 and up; `tuning.json` has what was tried where a goal is missed.
+Reported seeds are 0, 1, 2; every run that was started is listed. `peers/` holds scores of other
+programs, each with the command that made them.
 """
 
 from __future__ import annotations
@@ -24,26 +25,35 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dreamfleet.config import read_config
 from dreamfleet.errors import MetricsError
+from dreamfleet.metrics.outputs.jsonl import read_jsonl
 from dreamfleet.plotting import (
+    Group,
+    Panel,
+    PlottedRun,
+    Scores,
     action_repeat,
+    bin_width,
+    combine,
     draw,
     final_score,
     published_curve,
     read_evaluations,
-    read_panels,
     read_scores,
 )
-from dreamfleet.statistics import mean_interval
+from dreamfleet.statistics import aggregate, mean_interval, probability_of_improvement
 
 HERE = Path(__file__).resolve().parent
 RUNS = HERE / "runs"
@@ -147,7 +157,7 @@ def make(root: Path, entry: Entry, seed: int, stop: threading.Event) -> None:
         return
     name = entry.name(seed)
     logdir, log = root / name, root / f"{name}.log"
-    known = account(logdir)
+    known = account(logdir) if (logdir / "ckpt").is_dir() else {}  # else it begins again
     start = time.monotonic()
     command = entry.command(seed, str(logdir))
     line = [sys.executable, "-m", "dreamfleet.cli", *command[1:]]
@@ -180,13 +190,13 @@ def make(root: Path, entry: Entry, seed: int, stop: threading.Event) -> None:
 def version() -> str:
     """The commit that the runs are made with."""
     found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
+        ["git", "rev-parse", "HEAD"],
         cwd=HERE,
         capture_output=True,
         text=True,
         check=False,
     )
-    return found.stdout.strip() or "unknown"
+    return found.stdout[:7] or "unknown"
 
 
 def machine() -> str:
@@ -211,19 +221,23 @@ def run(root: Path, groups: Sequence[str], workers: int) -> None:
 
 
 def write(root: Path) -> None:
-    """`results/` anew: what is kept of the runs, and the page that follows from it."""
+    """`results/` and its part of the front page anew, from the runs."""
     for entry in SUITE:
         for seed in entry.seeds:
             keep(root / entry.name(seed), RUNS / entry.name(seed))
     for group, entries in grouped():
-        scored = [each for entry in entries for each in kept(entry) if evaluated(each) is not None]
-        if scored:
-            draw(read_panels(scored), HERE / f"{group}.png")
+        if shown := panels(group, entries):
+            draw(shown, HERE / f"{group}.png")
     (HERE / "README.md").write_text(page())
+    front = HERE.parent / "README.md"
+    front.write_text(with_summary(front.read_text()))
 
 
 def keep(logdir: Path, target: Path) -> None:
-    """What is needed to check a result, without logs, checkpoints and replay."""
+    """What is needed to check a result, without logs, checkpoints and replay. A run that had to be
+    begun again is kept as it was, beside the new one."""
+    if begun(logdir) and begun(target) not in ("", begun(logdir)):
+        target.rename(target.with_name(f"{target.name}.lost{len(lost(target))}"))
     for name in ("config.json", "scores.jsonl", "evaluations.jsonl", "suite.json"):
         if (logdir / name).is_file():
             target.mkdir(parents=True, exist_ok=True)
@@ -231,6 +245,17 @@ def keep(logdir: Path, target: Path) -> None:
     if (config := target / "config.json").is_file():  # where it was made says nothing
         settings = {**json.loads(config.read_text()), "logdir": f"runs/{target.name}"}
         config.write_text(json.dumps(settings, indent=1) + "\n")
+
+
+def begun(logdir: Path) -> str:
+    """The first episode of a run, by which a run is told from another of the same name."""
+    path = logdir / "scores.jsonl"
+    return path.read_text().partition("\n")[0] if path.is_file() else ""
+
+
+def lost(logdir: Path) -> list[Path]:
+    """Runs of this name whose checkpoints were lost, so that they were begun again."""
+    return sorted(logdir.parent.glob(f"{logdir.name}.lost*"))
 
 
 def grouped() -> Iterator[tuple[str, list[Entry]]]:
@@ -247,95 +272,299 @@ def kept(entry: Entry) -> list[Path]:
     return [each for each in runs if each.is_dir()]
 
 
-def page() -> str:
-    """README.md, from the files beside it."""
-    accounts = [account(each) for each in sorted(RUNS.iterdir())]
-    versions = sorted({each["version"] for each in accounts if "version" in each})
-    machines = sorted({each["machine"] for each in accounts if "machine" in each})
-    text = [HEAD.format(versions=", ".join(versions), machines="; ".join(machines))]
-    for group, entries in grouped():
-        text += [f"## {group}\n", ABOUT[group], TABLE, *map(row, entries)]
-        text += [f"\n![Curves of {group}]({group}.png)\n"]
-        text += [f"{line}\n" for line in peers(group)]
-    return "\n".join(text)
+def finals(entry: Entry) -> list[float]:
+    """The means of the evaluations that ended the finished runs of an entry."""
+    done = [each for each in kept(entry) if account(each).get("finished")]
+    return [float(read_evaluations(each).score[-1]) for each in done]
 
 
-HEAD = """# Results
-
-`python results/suite.py` made the runs and this page. All runs are of commit {versions}
-({machines}). Every run that was started is listed, also those that failed or are not finished.
-`runs/` holds the settings, command, version, machine and scores of each.
-
-The score is the mean of the evaluation at the end of a run (20 episodes), or of the last tenth of
-the training episodes of a run that is not finished. Brackets hold the 95 % interval over seeds (t
-distribution). CPU minutes are the CPU time of all processes of a run; runs shared two cores with
-other work.
-"""
-ABOUT = {
-    "cartpole": "`make train`, with ten seeds.\n",
-    "minutes": "One setting for vectors (`default`) and one for images (`pixels`).\n",
-    "proprio": "dm_control from states, action repeat 2. Published: mean ± deviation at as many "
-    "frames.\n",
-    "pixels": "Images, with reconstruction and with `representation=barlow` without a decoder.\n",
-    "reference": "The settings of the reference implementation's run in `peers/`.\n",
-    "ablation": "One setting changed at a time.\n",
-}
-TABLE = (
-    "| task | settings | steps | seeds | score | each seed | goal | reached | published | "
-    "CPU minutes |\n|---|---|---|---|---|---|---|---|---|---|"
-)
-
-
-def row(entry: Entry) -> str:
-    """A line of the table: what all runs of an entry came to."""
-    runs = kept(entry)
-    finals = [score for each in runs if (score := evaluated(each)) is not None]
-    unfinished = sum(not account(each).get("finished") for each in runs)
-    minutes = [account(each).get("cpu_minutes", 0.0) for each in runs]
-    goal, reached, published = "-", "-", "-"
-    if entry.goal is not None:
-        goal = f"{entry.goal:g}"
-        reached = f"{sum(score >= entry.goal for score in finals)} of {len(runs)}"
-    config = read_config(runs[0])
-    theirs = published_curve(entry.task, config.env_options)
-    there = theirs.at(entry.steps * action_repeat(config)) if theirs else None
-    if there:
-        published = "{:.0f} ± {:.0f}".format(*there)
-    cells = (
-        f"`{entry.task}`",
-        " ".join((entry.preset, *entry.flags)),
-        f"{entry.steps:,}",
-        f"{len(runs)}{f' ({unfinished} unfinished)' if unfinished else ''}",
-        str(mean_interval(finals)) if finals else "-",
-        ", ".join(f"{score:.4g}" for score in finals),
-        goal,
-        reached,
-        published,
-        " to ".join(dict.fromkeys(f"{each:.0f}" for each in (min(minutes), max(minutes)))),
-    )
-    return f"| {' | '.join(cells)} |"
-
-
-def evaluated(logdir: Path) -> float | None:
-    """The mean of the last evaluation, or of the last tenth of the training episodes."""
+def trained(logdir: Path) -> Scores | None:
+    """The training episodes of a run; None before the first has ended."""
     with suppress(MetricsError):
-        return float(read_evaluations(logdir).score[-1])
-    with suppress(MetricsError):
-        return final_score(read_scores(logdir))
+        return read_scores(logdir)
     return None
 
 
-def peers(group: str) -> Iterator[str]:
+def peers(group: str) -> Iterator[tuple[dict[str, Any], Scores]]:
     """What other programs scored, as `peers/` has it."""
     for path in sorted((HERE / "peers").glob("*/peer.json")):
         about = json.loads(path.read_text())
         if about["group"] == group:
-            score = final_score(read_scores(path.parent))
-            yield (
-                f"`peers/{path.parent.name}`: {about['name']}, seed {about['seed']}, "
-                f"{score:.4g} in the last tenth of {about['steps']:,} steps, "
-                f"{about['cpu_minutes']:.0f} CPU minutes."
-            )
+            yield about, read_scores(path.parent)
+
+
+def panels(group: str, entries: Sequence[Entry]) -> list[Panel]:
+    """The curves of a group by task, with those of other programs."""
+    made = []
+    for task in dict.fromkeys(entry.task for entry in entries):
+        mine = [entry for entry in entries if entry.task == task]
+        config = read_config(kept(mine[0])[0])
+        found = [
+            (entry.label or OURS, read_config(each), scores)
+            for entry in mine
+            for each in kept(entry)
+            if (scores := trained(each))
+        ]
+        found += [
+            (about["program"], replace(config, seed=about["seed"]), scores)
+            for about, scores in peers(group)
+            if about["task"] == task
+        ]
+        lines: dict[str, list[PlottedRun]] = {}
+        for label, settings, scores in found:
+            frames = Scores(scores.at * action_repeat(config), scores.score)
+            lines.setdefault(label, []).append(PlottedRun(settings, frames))
+        if lines:
+            longest = max(float(run.scores.at[-1]) for runs in lines.values() for run in runs)
+            # Episodes of dm_control are long, and those of several environments end together.
+            width = bin_width(longest, 15 if task.startswith("dmc:") else 50)
+            curves = [
+                Group(label, runs, combine([run.scores for run in runs], width))
+                for label, runs in lines.items()
+            ]
+            published = published_curve(task, config.env_options)
+            made.append(Panel(task, curves, published, mine[0].goal))
+    return made
+
+
+def page() -> str:
+    """README.md, from the files beside it."""
+    text = [HEAD.format(**facts())]
+    for group, entries in grouped():
+        text += [f"## {group}\n", ABOUT[group], table(map(row, entries)), *compared(group, entries)]
+        text += [part for entry in entries for part in missed(entry)]
+        text += [f"![Curves of {group}]({group}.png)\n"]
+    started = [each for _, entries in grouped() for entry in entries for each in kept(entry)]
+    every = [each for run in started for each in (*lost(run), run)]
+    return "\n".join([*text, ALL, table(map(listed, every))])
+
+
+def with_summary(text: str) -> str:
+    """The front page, with what the runs came to between its two marks."""
+    before, rest = text.split(MARKS[0])
+    shown = [entry for _, entries in grouped() for entry in entries if entry.group in SUMMARY]
+    columns = (
+        "task",
+        "steps",
+        "runs",
+        "score",
+        "goal",
+        "reached",
+        "published",
+        "ours is",
+        "CPU minutes",
+    )
+    rows = [{name: row(entry)[name] for name in columns} for entry in shown]
+    made = FRONT.format(table=table(rows), **facts())
+    return f"{before}{MARKS[0]}\n{made}{MARKS[1]}{rest.split(MARKS[1])[1]}"
+
+
+def facts() -> dict[str, str]:
+    """When, where and from which version the runs were made, and the most that was tried."""
+    runs = sorted(RUNS.iterdir())
+    accounts = [found for each in runs if "version" in (found := account(each))]
+    times = [line["time"] for each in runs for line in read_jsonl(each / "scores.jsonl")]
+    days = dict.fromkeys(f"{datetime.fromtimestamp(t, UTC):%-d %B %Y}" for t in minmax(times))
+    return {
+        "days": " to ".join(days),
+        "versions": ", ".join(sorted({each["version"][:7] for each in accounts})),
+        "machines": "; ".join(sorted({each["machine"] for each in accounts})),
+        "count": str(len(runs)),
+        "open": str(len(runs) - sum(each["finished"] for each in accounts)),
+        "longest": f"{max(entry.steps for _, group in grouped() for entry in group):,}",
+        "minutes": f"{max(each['cpu_minutes'] for each in accounts):.0f}",
+        "missing": ", ".join(sorted({each.group for each in SUITE} - {*dict(grouped())})) or "none",
+    }
+
+
+def minmax(values: Sequence[float]) -> tuple[float, float]:
+    return min(values), max(values)
+
+
+OURS = "Dreamfleet"
+SUMMARY = ("cartpole", "minutes", "proprio")
+MARKS = ("<!-- made by results/suite.py -->", "<!-- end of what results/suite.py made -->")
+HEAD = """# Results
+
+`python results/suite.py` made the runs, and this page from their files. All {count} runs are of
+commit {versions}, made on {days} ({machines}, no GPU).
+Every run that was started is [listed](#all-runs), also those that failed and the {open} that are
+not finished. `runs/` holds the settings, command, version, machine and scores of each. Settings
+were tuned on seeds 100 and up; only CartPole's go back to versions that were tuned on its seeds.
+
+- **score**: the mean over finished runs of the evaluation at the end (20 episodes each), with the
+  95 % interval over seeds (Student's t). One seed has no interval, and proves little.
+- **published**: the mean ± deviation of DreamerV3's five published seeds at as many frames; they
+  have 12 times the parameters of `dmc_cpu` and twice its replay ratio.
+- **CPU minutes** are those of all processes of a run. **Wall minutes** depend on what else the two
+  cores did: runs had idle priority beside other work.
+- In pictures a line is the mean of training episodes over seeds, with the range from the lowest to
+  the highest seed. Dots are episodes of a single seed.
+
+**Not tried**: a GPU or TPU, runs of more than {longest} steps or {minutes} CPU minutes, and models
+of more than a million parameters. Groups without any run so far: {missing}.
+"""
+ABOUT = {
+    "cartpole": "`make train`, with ten seeds.\n",
+    "minutes": "`default` for vectors and `pixels` for images, with no flag but the steps.\n",
+    "proprio": "dm_control from states, action repeat 2.\n",
+    "pixels": "Images, with reconstruction and with `representation=barlow` without a decoder.\n",
+    "reference": "danijar/dreamerv3 and Dreamfleet with equal settings, on a core each.\n",
+    "ablation": "One setting changed at a time; `dmc_cpu` has `imag_last=8` and ratio 256.\n",
+}
+COMPARED = """Training episodes in the last tenth of each run, as published scores are of training.
+The interquartile mean (IQM) is of scores / 1000. Intervals (95 %, stratified bootstrap) are shown
+where each task has several seeds.
+"""
+MISSED = """**`{task}` misses its goal of {goal:g}.** {reached} of {episodes} training episodes
+reached it, {positive} scored above 0. In the second half {longest} of {late} episodes lasted
+{length:,} steps, the longest there. {why}
+"""
+ALL = """## All runs
+
+An open run is under way or waits to be resumed. The checkpoint of a lost run was lost with its
+machine; it was begun again, and its minutes are in those of the run below it.
+"""
+FRONT = """
+{table}
+A score is the mean of 20 evaluation episodes at the end of a run, and over seeds with its 95 %
+interval. Published is DreamerV3's mean ± deviation at as many frames. All runs are of commit
+{versions} ({days}; {machines}).
+[results/](results/README.md) has every run with its settings, also those that failed, other
+programs on the same machine, and what was tried where a goal is missed; `make results` repeats
+them. Not tried: GPUs, and runs of more than {longest} steps.
+
+![dm_control from states, with the published curves](results/proprio.png)
+
+"""
+
+
+def table(rows: Iterable[dict[str, str]]) -> str:
+    """Rows as Markdown, without columns that are empty everywhere."""
+    lines = list(rows)
+    names = [name for name in lines[0] if any(line[name] for line in lines)]
+    cells = [names, ["---"] * len(names), *([line[name] for name in names] for line in lines)]
+    return "".join(f"| {' | '.join(each)} |\n" for each in cells)
+
+
+def row(entry: Entry) -> dict[str, str]:
+    """What all runs of an entry came to."""
+    runs, scores = kept(entry), finals(entry)
+    config = read_config(runs[0])
+    curve = published_curve(entry.task, config.env_options)
+    theirs = curve.at(entry.steps * action_repeat(config)) if curve else None
+    reached = sum(score >= entry.goal for score in scores) if entry.goal is not None else 0
+    side = ("above" if np.mean(scores) > theirs[0] else "below") if theirs and scores else ""
+    waiting = len(runs) - len(scores)
+    return {
+        "task": f"`{entry.task}`",
+        "settings": " ".join((entry.preset, *entry.flags)),
+        "steps": f"{entry.steps:,}",
+        "runs": f"{len(runs)}{f' ({waiting} unfinished)' if waiting else ''}",
+        "score": str(mean_interval(scores)) if scores else "",
+        "each": ", ".join(f"{score:.4g}" for score in scores) if len(scores) > 1 else "",
+        "goal": "" if entry.goal is None else f"{entry.goal:g}",
+        "reached": f"{reached} of {len(scores)}" if entry.goal is not None and scores else "",
+        "published": "{:.0f} ± {:.0f}".format(*theirs) if theirs else "",
+        "ours is": side,
+        "CPU minutes": span(each.get("cpu_minutes") for each in map(account, runs)),
+        "wall minutes": span(each.get("minutes") for each in map(account, runs)),
+    }
+
+
+def span(minutes: Iterable[float | None]) -> str:
+    known = [each for each in minutes if each is not None]
+    return " to ".join(dict.fromkeys(f"{each:.0f}" for each in minmax(known))) if known else ""
+
+
+def listed(logdir: Path) -> dict[str, str]:
+    """A run, however far it came."""
+    known, scores = account(logdir), trained(logdir)
+    state = "lost" if ".lost" in logdir.name else "finished" if known.get("finished") else "open"
+    if known.get("exit") not in (None, 0, 130):  # 130: it was asked to stop, to go on later
+        state = f"failed ({known['exit']})"
+    return {
+        "run": f"`{logdir.name}`",
+        "state": state,
+        "steps": f"{scores.at[-1]:,.0f}" if scores else "0",
+        "evaluation": f"{read_evaluations(logdir).score[-1]:.4g}" if state == "finished" else "",
+        "last tenth of training": f"{final_score(scores):.4g}" if scores else "",
+        "CPU minutes": span([known.get("cpu_minutes")]),
+        "wall minutes": span([known.get("minutes")]),
+        "sittings": str(known.get("sittings", "")),
+    }
+
+
+def compared(group: str, entries: Sequence[Entry]) -> Iterator[str]:
+    """Ours against each other setting and program, on the tasks that both have."""
+    methods: dict[str, dict[str, list[float]]] = {}
+    for entry in entries:
+        done = [each for each in kept(entry) if account(each).get("finished")]
+        if done:
+            scores = [final_score(read_scores(each)) for each in done]
+            methods.setdefault(entry.label or OURS, {})[entry.task] = scores
+    minutes: dict[str, list[float]] = {}
+    for about, scores in peers(group):
+        method = methods.setdefault(about["program"], {})
+        method.setdefault(about["task"], []).append(final_score(scores))
+        minutes.setdefault(about["program"], []).append(about["cpu_minutes"])
+    if group == "proprio":
+        methods["published"] = json.loads((HERE / "peers" / "published.json").read_text())["scores"]
+    first, *others = methods.items()
+    if not others:
+        return
+    rows = []
+    for label, theirs in others:
+        tasks = [task for task in first[1] if task in theirs]
+        if not tasks:
+            continue
+        ours, theirs = ({task: each[task] for task in tasks} for each in (first[1], theirs))
+        several = min(len(x) for each in (ours, theirs) for x in each.values()) > 1
+        chance = probability_of_improvement(ours, theirs)
+        rows.append(
+            {
+                "compared with": label,
+                "tasks": str(len(tasks)),
+                "runs": f"{sum(map(len, ours.values()))}, {sum(map(len, theirs.values()))}",
+                f"IQM of {first[0]}": scaled(ours, several),
+                "IQM of the other": scaled(theirs, several),
+                f"P({first[0]} scores higher)": str(chance) if several else f"{chance.value:.2g}",
+                "its CPU minutes": span(minutes.get(label, [])),
+            }
+        )
+    if rows:
+        yield COMPARED
+        yield table(rows)
+
+
+def scaled(scores: Mapping[str, Sequence[float]], several: bool) -> str:
+    """The interquartile mean of scores of dm_control, which are at most 1000."""
+    if not all(task.startswith("dmc:") for task in scores):
+        return ""
+    found = aggregate({task: [x / 1000 for x in runs] for task, runs in scores.items()})
+    return str(found) if several else f"{found.value:.3g}"
+
+
+def missed(entry: Entry) -> Iterator[str]:
+    """Where a finished run misses its goal: what its episodes show, and what was tried."""
+    if entry.goal is None or min(finals(entry), default=entry.goal) >= entry.goal:
+        return
+    rows = [line for each in kept(entry) for line in read_jsonl(each / "scores.jsonl")]
+    late = [line["episode/length"] for line in rows if line["step"] > entry.steps / 2]
+    known = json.loads((HERE / "tuning.json").read_text()).get(entry.task, {"why": "", "tried": []})
+    yield MISSED.format(
+        task=entry.task,
+        goal=entry.goal,
+        reached=sum(line["episode/score"] >= entry.goal for line in rows),
+        positive=sum(line["episode/score"] > 0 for line in rows),
+        episodes=len(rows),
+        longest=late.count(max(late)),
+        late=len(late),
+        length=max(late),
+        why=known["why"],
+    )
+    if known["tried"]:
+        yield table(known["tried"])
 
 
 def main() -> None:

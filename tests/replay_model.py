@@ -47,6 +47,7 @@ class ModelReplay:
         self.streams: dict[Any, list[int]] = defaultdict(list)
         self.items: list[tuple[int, ...]] = []
         self.online: list[tuple[int, ...]] = []
+        self._windows_from: dict[Any, int] = {}
 
     def add(self, tag: int, stream: Any) -> None:
         steps = self.streams[stream]
@@ -54,12 +55,17 @@ class ModelReplay:
         if len(steps) >= self.length:
             item = tuple(steps[-self.length :])
             self.items.append(item)
-            if (len(steps) - self.length) % self.length == 1 % self.length:
+            if (len(steps) - self._windows_from.get(stream, 1)) % self.length == 0:
                 self.online.append(item)
         if len(self.items) > self.capacity:
             gone = self.items.pop(0)
             if self.online and self.online[0] == gone:
                 self.online.pop(0)
+
+    def restart(self) -> None:
+        """What was fresh is so no more; online windows begin with the next steps."""
+        self.online = []
+        self._windows_from = {stream: len(steps) for stream, steps in self.streams.items()}
 
 
 def check_sequences(data: dict[str, Any], length: int) -> list[tuple[int, ...]]:

@@ -263,6 +263,9 @@ class Link:
         self.note: Any = None
         self._source, self._numbers = str(uuid.uuid4()), itertools.count(1)
 
+    def memory(self, size: int) -> None:
+        """There is none to share."""
+
     def call(self, method: str, *args: Any) -> Future:
         future = Future()
         if method in ("tran", "add"):  # as `LoggerClient` does
@@ -290,7 +293,7 @@ class Link:
             return True
         try:
             value = self._world.as_process(
-                self.server, lambda: getattr(server, call.method)(*_copied(call.args))
+                self.server, lambda: _method(server, call.method)(*_copied(call.args))
             )
         except Unanswered:
             return False  # the limiter makes it wait: it is processed again
@@ -318,6 +321,16 @@ class Link:
         call.future.answer = answer
         self._world.answered(self, call, answer)
         return True
+
+
+def _method(server: Any, name: str) -> Callable[..., Any]:
+    """What a server offers under this name, as `bind` has it of a replay."""
+    found: Callable[..., Any] = (
+        partial(server.sample, "train")
+        if name == "sample_train"
+        else getattr(server.lead if name == "permit" else server, name)
+    )
+    return found
 
 
 def _copied(value: Any) -> Any:
@@ -412,6 +425,7 @@ class World:
             self.checker.resume(before.checker)
         self.links: dict[str, Link] = {}
         self.reader: ScoreReader | None = None
+        self.permit: Future | None = None
         self.sample: Future | None = None
         self.known: int | None = None
         self.metrics = before.metrics if before else 0
@@ -453,7 +467,7 @@ class World:
                 del self.links[name]
         if role == "agent":
             self.made.clear()
-            self.sample = self.known = None
+            self.permit = self.sample = self.known = None
         if role == "logger":
             self.reader = None
 
@@ -505,7 +519,7 @@ class World:
     def _replay(self) -> ReplayService:
         limits = limiter_for(self.config)
         limiter = _AtOnce(limits.ratio, limits.tolerance, limits.minsize, limits.debt)
-        return ReplayService(
+        service = ReplayService(
             make_replay(self.config, "replay"),
             Replay(self.config.window, 10),
             partial(make_stream, self.config),
@@ -513,6 +527,8 @@ class World:
             self.config,
             _STOP,
         )
+        service.attach({})
+        return service
 
     def _logger(self) -> Logger:
         logger = Logger(JsonlOutput(self.folder / "metrics.jsonl"), self.config)
@@ -628,18 +644,22 @@ class World:
             self.rng.choice(answered).deliver()
 
     def _learn(self) -> None:
-        if self.sample is None or self.sample.done():
-            if self.sample is not None:
-                batch = self.sample.result()
-                self.checker.sampled(batch)
-                states = {"stepid": batch["stepid"], "state": batch["state"] + 1}
-                self.learning.call("update", states)
-                self.known = (self.known or 0) + self.config.batch_size
-            service, self.sample = self.parts["replay"], None
-            if self.known is None and service is not None:
-                self.known = service.lead.position()["samples"]
-            if self.known is not None and not len(self.learning.calls):
-                self.sample = self.learning.call("sample_batch_train", self.known)
+        """As `ReplayClient.sample`: a batch is permitted, then drawn."""
+        service = self.parts["replay"]
+        if self.permit is not None and self.permit.done():
+            known, self.known = self.known, int(self.permit.result())
+            self.permit = None
+            if self.known == (known or 0) + self.config.batch_size:
+                self.sample = self.learning.call("sample_train")
+        elif self.sample is not None and self.sample.done():
+            batch, self.sample = self.sample.result(), None
+            self.checker.sampled(batch)
+            states = {"stepid": batch["stepid"], "state": batch["state"] + 1}
+            self.learning.call("update", states)
+        elif self.known is None and service is not None:
+            self.known = service.lead.position()["samples"]
+        elif self.known is not None and not len(self.learning.calls):
+            self.permit = self.learning.call("permit", self.known)
 
     def _metrics(self) -> None:
         actor = self.parts["agent"]

@@ -91,7 +91,7 @@ class Checkpoint:
 
     def __init__(self, directory: Path | str, *, keep: int = 1) -> None:
         if keep < 1:
-            raise CheckpointError(f"keep has to be at least 1, got {keep}.")
+            raise CheckpointError(f"keep must be at least 1, got {keep}.")
         self.directory = Path(directory)
         self._keep = keep
 

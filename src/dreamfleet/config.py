@@ -126,8 +126,8 @@ class RunConfig:
     """
 
     task: Annotated[Joined[Fixed[Code[str]]], _WHAT] = "gym:CartPole-v1"
-    """The environment: SUITE:NAME, package.module:factory, or package.module:Id-v0 for an id that
-    the module registers with Gymnasium."""
+    """The environment: SUITE:NAME (gym, dmc, atari, atari100k, crafter, minigrid or bundled),
+    package.module:factory, or package.module:Id-v0 for an id that the module registers."""
     env_options: Annotated[Joined[dict[str, Any]], _WHAT] = field(default_factory=dict)
     """Options of the task, such as time_limit=500."""
     logdir: Annotated[Incidental[PerRole[Path]], _WHAT] = _LOGDIR
@@ -244,10 +244,10 @@ class RunConfig:
     """What the replay keeps, and which sequences are trained on."""
 
     log_every: Incidental[PerHost[AboveZero]] = 10.0
-    """Seconds between two writes of metrics; in a serial run 100 environment steps are a second."""
+    """Seconds between two writes of metrics. In a serial run 100 environment steps are a second,
+    here and in `report_every`."""
     report_every: Incidental[ZeroOrMore] = 300.0
-    """Seconds between two reports, and between two videos of an environment; 0 for never. In a
-    serial run 100 environment steps are a second."""
+    """Seconds between two reports, and between two videos of an environment; 0 for never."""
     outputs: Annotated[Incidental[PerHost[Code[tuple[str, ...]]]], _WRITTEN] = ("jsonl", "media")
     """Where metrics go: jsonl (metrics.jsonl), media (images and videos as files), tensorboard,
     wandb, mlflow, or your own as package.module:Class."""
@@ -544,8 +544,8 @@ _ADDR = (
 _CONFLICTS: Sequence[tuple[Callable[[RunConfig], object], str]] = (
     (lambda c: not isinstance(c.agent_config, ForeignSettings)
      and c.agent_type.name in c.__dataclass_fields__,
-     "The agent {c.agent} calls its settings {c.agent_type.name!r}, which is a setting of every "
-     "run: give its type another name."),
+     "The agent {c.agent} is named {c.agent_type.name!r}, which is a setting of every run: give "
+     "its type another name."),
     (lambda c: [name for name in c.outputs if name not in OUTPUTS and ":" not in name],
      f"There is no output {{found[0]!r}}: choose from {', '.join(OUTPUTS)}, or write "
      "package.module:Class for your own."),

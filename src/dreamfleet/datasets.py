@@ -69,7 +69,7 @@ def dataset_source(path: Path | str) -> tuple[Path, Blueprint]:
         raise
     except Exception as error:  # of a damaged file, in any package that takes part
         raise ConfigError(
-            f"{path} cannot be used ({first_line(error)}): it is damaged, or no Minari dataset."
+            f"{path} cannot be used ({first_line(error)}): it is damaged, or not a Minari dataset."
         ) from error
 
 
@@ -77,7 +77,7 @@ def _source(folder: Path, path: Path | str) -> tuple[Path, Blueprint]:
     raw = json.loads((folder / _METADATA).read_text())
     if not {"observation_space", "action_space"} <= raw.keys():
         # Minari would import and make the environment that the file names.
-        raise ConfigError(f"{path} does not say its spaces: use a dataset of a newer Minari.")
+        raise ConfigError(f"{path} does not name its spaces: use a dataset of a newer Minari.")
     storage = _minari("minari.dataset.minari_storage").MinariStorage.read(folder)
     reader = _Reader(storage, raw, str(path))
     described = RunConfig(task=reader.task, agent="random", env_options=reader.env_options)
@@ -156,8 +156,8 @@ class _Reader:
             wanted = (("observations", count), ("actions", count - 1))
             if any(_lengths(episode[name]) != {length} for name, length in wanted):
                 raise ConfigError(
-                    f"Episode {episode['id']} of {self._path} has {count - 1} rewards, and not as "
-                    "many actions and one observation more: the dataset is damaged."
+                    f"Episode {episode['id']} of {self._path} has {count - 1} rewards, but not "
+                    f"{count - 1} actions and {count} observations: the dataset is damaged."
                 )
             rows = self._observations(episode["observations"], count)
             for key, value in self._actions(episode["actions"], count - 1).items():
@@ -236,14 +236,14 @@ def dataset(
 ) -> str:
     """Write the steps of a run as a Minari dataset.
 
-    Nothing is lost. The folder is a source of 'train --offline' and 'train --prefill', and other
-    programs read it with minari.MinariDataset(DIR/data).
+    'train --offline' and 'train --prefill' read the folder, and other programs read it with
+    minari.MinariDataset(DIR/data).
 
     Args:
-        action: The word export.
+        action: export, the only action.
         logdir: The run's directory.
         out: The folder to write.
-        name: The dataset's id, such as cartpole/mine-v0; by the run's directory if not given.
+        name: The dataset's id, such as cartpole/mine-v0; named after the run if not given.
     """
     named = name or f"dreamfleet/{logdir.absolute().name}-v0"
     episodes, actions = write_dataset(logdir, out, replay_directories(logdir), named)
@@ -258,7 +258,7 @@ def write_dataset(run: Path, out: Path, directories: Iterable[Path], name: str) 
     """
     blueprint = read_blueprint(run)
     if blueprint is None:
-        raise ConfigError(f"{run} has no checkpoint, which would say what its steps mean.")
+        raise ConfigError(f"{run} has no checkpoint, which describes its steps: train longer.")
     if (out / "data").exists():
         raise ConfigError(f"{out} holds a dataset already: choose another --out.")
     storages, buffers = _minari("minari.dataset.minari_storage"), _minari("minari.data_collector")

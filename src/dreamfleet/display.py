@@ -61,7 +61,7 @@ def live(logdir: Path, console: Console | None = None, say: Say | None = None) -
     Yields what takes the lines about progress: they are dropped if the display shows the same, and
     go to `say` if there is no display.
     """
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, emoji=False)
     if publish := _notebook():
         with _followed(logdir, lambda status: publish(*_for_notebook(status))):
             yield silent

@@ -119,16 +119,16 @@ def evaluate(
         logdir = logdir or Path(policy)
         policy = Policy.load(policy, agent=agent, greedy=greedy, trust=trust)
     elif agent is not None or greedy:
-        raise ConfigError("This policy is loaded: say agent and greedy when you load it.")
+        raise ConfigError("The policy is already loaded: pass agent and greedy to Policy.load.")
     convert("episodes", episodes, Count)
     convert("envs", envs, CountOrZero)
     convert("max_steps", max_steps, CountOrZero)
     if video:
         if video.suffix != ".mp4":
-            raise ConfigError(f"video={video} is not valid: its name has to end in .mp4.")
+            raise ConfigError(f"video={video} is not valid: its name must end in .mp4.")
         find_encoder()  # fails here and now if there is none
     if policy.blueprint is None:
-        raise ConfigError("The policy does not say what its task is: load it from a checkpoint.")
+        raise ConfigError("The policy does not name its task: load it from a checkpoint.")
     config, start = policy.blueprint.config, start or time.monotonic()
     maker = maker_of_task(config, env, trust=trust)
     task = config.task if env is None else name_of(env)

@@ -96,7 +96,7 @@ def pull(repository: str, /, out: Path | None = None) -> str:
 
 def _client(repository: str) -> Any:
     if not _REPOSITORY.fullmatch(repository):
-        raise ConfigError(f"{repository!r} is no name at the Hub: write user/name.")
+        raise ConfigError(f"{repository!r} is not a repository of the Hub: write user/name.")
     return import_extra("huggingface_hub", "Uploads and downloads", "hub")
 
 

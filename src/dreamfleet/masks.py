@@ -67,7 +67,7 @@ class ActionMask:
             )
         if np.any(mask.low < 0) or np.any(mask.high > (2 if mask.discrete else 1)):
             raise SpaceError(
-                f"Observation {ACTION_MASK!r} is {mask}, and holds 0 and 1 only: declare it as "
+                f"Observation {ACTION_MASK!r} is {mask}, but may hold only 0 and 1: declare it as "
                 f"Space(bool, ({total},)), or as MultiBinary({total}) of Gymnasium."
             )
         return cls(name, space)

@@ -63,8 +63,8 @@ def check_sources(config: RunConfig) -> None:
     first = find_source(config.offline[0]).blueprint if config.offline else None
     if first and first.config.task != config.task:
         raise ConfigError(
-            f"task={config.task} is not what the steps of {config.offline[0]} are of: leave it "
-            f"out, and it is {first.config.task}."
+            f"task={config.task} differs from the task of {config.offline[0]}, "
+            f"{first.config.task}: leave it out."
         )
     ours = first.config if first else config
     for path in (*config.offline, *config.prefill):

@@ -87,7 +87,6 @@ def combined(
     say: Say = silent,
     progress: Say | None = None,
     tick: Callable[[], None] | None = None,
-    make_launcher: Callable[..., Launcher] | None = None,
 ) -> None:
     """Run the whole fleet under the supervisor; returns when the run is over.
 
@@ -102,33 +101,18 @@ def combined(
         progress: Takes the lines that tell now and then how far the run is; None for `say`.
         tick: Called every `log_every` seconds. What it raises ends the run in order, and is raised
             then.
-        make_launcher: Called with the run's directory and `args`, returns who starts the workers;
-            None for the launcher that `args` names.
 
     Raises:
         FleetError: A worker failed, and the run ended because of it.
         KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP ended the run; everything is saved.
     """
     buffers, envs = (make_replay_train, make_replay_eval), (make_env_train, make_env_eval)
-    made = Factories(make_agent, *buffers, *envs, make_stream, make_logger)
-    run_fleet(lambda _: made, args, say, progress, tick, make_launcher)
-
-
-def run_fleet(
-    make: Callable[[RunConfig], Factories],
-    args: RunConfig,
-    say: Say = silent,
-    progress: Say | None = None,
-    tick: Callable[[], None] | None = None,
-    make_launcher: Callable[..., Launcher] | None = None,
-) -> None:
-    """The same as `combined` with factories that are made from the run as its workers see it: with
-    its addresses and its key."""
+    make = Factories(make_agent, *buffers, *envs, make_stream, make_logger)
     say, progress = unless_full(say), unless_full(progress or say)
-    launcher = (make_launcher or find_launcher(args.launcher))(args.logdir, args)
+    launcher = find_launcher(args.launcher)(args.logdir, args)
     run, place = _prepared(args, launcher)
     supervisor = Supervisor(
-        fleet_workers(make(run), run),
+        fleet_workers(make, run),
         launcher,
         logdir=run.logdir,
         launcher_name=run.launcher,
@@ -197,8 +181,8 @@ def parallel_envs(
     workers = env_workers(make_env_train, make_env_eval, args, ids)
     if not workers:
         raise ConfigError(
-            f"None of the environments asked for is one of the run's {args.all_envs}, which are "
-            "numbered from 0."
+            f"The run has no such environments: its {args.all_envs} environments are numbered "
+            "from 0."
         )
     name = "serial" if args.launcher == "serial" else "local"  # on this machine
     with find_launcher(name)(args.logdir) as launcher:
@@ -226,7 +210,7 @@ def _joinable(
             yield
             how = "The run is over."
         except KeyboardInterrupt:
-            how = "The run was ended by its owner."
+            how = "The run was stopped."
             raise
         finally:
             nodes.end(how)

@@ -256,6 +256,8 @@ class Panel:
     task: str
     groups: list[Group]
     published: PublishedCurve | None
+    goal: float | None = None
+    """A score to reach, drawn as a line."""
 
     @property
     def end(self) -> float:
@@ -413,7 +415,7 @@ def aggregate_table(panels: Sequence[Panel]) -> Table:
 def draw(panels: Sequence[Panel], out: Path) -> None:
     """Draw panels to a file that ends in .png, .svg or .pdf."""
     if out.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"out={out} is not valid: its name has to end in .png, .svg or .pdf.")
+        raise ConfigError(f"out={out} is not valid: its name must end in .png, .svg or .pdf.")
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure = make_figure(5.2 * columns, 3.7 * rows)
@@ -465,6 +467,8 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
         for shown, dashes, name in ((curve.whole, "-", label), (curve.partial, ":", None)):
             mean = np.where(shown, curve.mean, np.nan)
             axis.plot(curve.at, mean, dashes, color=color, linewidth=1.8, label=name)
+    if panel.goal is not None:
+        axis.axhline(panel.goal, color="0.35", linestyle=":", linewidth=1.2, label="goal")
     repeats = {action_repeat(run.config) for group in panel.groups for run in group.runs}
     repeated = repeats != {1}
     said = f" (action repeat {', '.join(map(str, sorted(repeats)))})" if repeated else ""
@@ -473,6 +477,7 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
     axis.set_ylabel("episode return")
     axis.xaxis.set_major_formatter(lambda value, _: readable(value))
     axis.set_xlim(left=0)
+    axis.locator_params(axis="x", nbins=6)  # more labels run into each other
     plain_axis(axis)
     if len(panel.groups) > 1:
         # Several settings have long names, which would cover the curves.

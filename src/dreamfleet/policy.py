@@ -84,8 +84,8 @@ class Blueprint:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ConfigError(
-                "What the checkpoint says about its agent is damaged "
-                f"({type(error).__name__}: {error}): take another checkpoint."
+                "The checkpoint's description of its agent is damaged "
+                f"({type(error).__name__}: {error}): use another checkpoint."
             ) from None
 
     @property
@@ -211,8 +211,8 @@ class Policy:
             agent = blueprint.config.agent
             if blueprint.made_by_function:
                 raise ConfigError(
-                    f"{path} was trained with an agent that a function of yours made, {agent}: "
-                    "pass such an agent, agent=..., and it takes over the parameters."
+                    f"{path} was trained with {agent}, which a function of yours made: pass such "
+                    "an agent as agent=..., and the parameters are loaded into it."
                 )
             admit(path, code_in([("agent", agent)]), trust=trust, may_state=["agent"])
         if isinstance(agent, str):
@@ -340,7 +340,7 @@ class Policy:
             about |= {"task": config.task, "trained_steps": self.step}
         if env is not None or not all(space.discrete for space in self.act_space.values()):
             if config is None and env is None:
-                raise ConfigError("The policy does not say what it was trained on: pass env=...")
+                raise ConfigError("The policy does not name its task: pass env=...")
             made: Any = make_env(maker_of_task(config or RunConfig(), env, trust=trust), **options)
             try:
                 rate, bounds = _control_rate(made), made.native_bounds
@@ -367,14 +367,14 @@ class Policy:
             if is_cut or (not single and given.shape[1:] != space.shape):
                 raise ConfigError(
                     f"{key!r} is {given.dtype}{given.shape}: the policy was trained with "
-                    f"{space.dtype}{space.shape}, before which there may be an axis for several "
-                    f"observations; give that, {_RAW}"
+                    f"{space.dtype}{space.shape}; pass that, with a leading axis for several "
+                    f"observations, {_RAW}"
                 )
             value = given.astype(space.dtype, copy=False)
             sizes.add(None if single else len(value))
             arrays[key] = value[None] if single else value
         if len(sizes) > 1:
-            raise ConfigError("Some keys hold more observations than others: give each the same.")
+            raise ConfigError("The keys hold different numbers of observations: give all the same.")
         return arrays, sizes == {None}
 
     def _bounded(self, key: str, value: NDArray[Any]) -> NDArray[Any]:

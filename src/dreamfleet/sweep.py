@@ -81,7 +81,7 @@ def read_values(path: str, value: Any) -> Values:
             if low < high and whole and (how != "log" or low > 0):
                 return Range(how, low, high)
         raise ConfigError(
-            f"{path}={value} is no range: write log(LOW,HIGH) with numbers above 0, "
+            f"{path}={value} is not a range: write log(LOW,HIGH) with numbers above 0, "
             "uniform(LOW,HIGH), or int(LOW,HIGH) with whole numbers."
         )
     return tuple(value.split(",")) if "(" not in value and "[" not in value else (value,)

@@ -31,7 +31,7 @@ from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS
 from dreamfleet.metrics.evaluations import evaluation_from, evaluation_metrics, recorded_round
 from dreamfleet.metrics.frames import find_encoder
 from dreamfleet.metrics.outputs.jsonl import JsonlTail
-from dreamfleet.parallel import run_fleet
+from dreamfleet.parallel import combined
 from dreamfleet.policy import Policy
 from dreamfleet.resuming import differences, holds_run, resolve, steps_made, unknown
 from dreamfleet.roles.runtime import sigterm_interrupts
@@ -142,12 +142,12 @@ def train(
         )
     config = _config_of(config, env, preset, settings, trust, say)
     if on_log and "jsonl" not in config.outputs:
-        raise ConfigError("on_log is made from the output jsonl: add it to outputs.")
+        raise ConfigError("on_log reads the output jsonl: add jsonl to outputs.")
     if config.launcher == "ray" and config.hosts != 1:
         if outputs or on_log or on_episode or on_checkpoint:
             raise ConfigError(
-                "Hosts on a Ray cluster call no functions of this program: leave callbacks and "
-                "outputs that are classes out, or set hosts=1."
+                "Callbacks and outputs that are classes do not work with several hosts on Ray: "
+                "leave them out, or set hosts=1."
             )
         return _train_on_nodes(config, env, say)
     config = this_host(config)
@@ -163,12 +163,12 @@ def train(
     with claim_directory(config.logdir, say):
         follower = Follower(config.logdir, on_log, on_episode, on_checkpoint)
         if not _is_over(config, say):
-            make = partial(factories, env=maker, outputs=outputs, spaces=found.spaces)
+            made = vars(factories(config, maker, outputs, found.spaces))
             write_spaces(config, *found.spaces)
             _keep_output(config, found.output)
             try:
                 with display(config.logdir) if display else nullcontext(say) as progress:
-                    run_fleet(make, config, say, progress, follower.poll)
+                    combined(**made, args=config, say=say, progress=progress, tick=follower.poll)
                     follower.poll()
             except StopTraining as reason:
                 say(f"The run was ended by a callback. {reason}".strip())
@@ -226,8 +226,8 @@ def _config_of(
     there = (config or RunConfig()).changed({"task": changes["task"]} if "task" in changes else {})
     if is_shared(there.task) and "logdir" not in changes and there.has_default_logdir:
         raise ConfigError(
-            f"Another environment may be called {there.task.removeprefix(PROGRAM)} as well, and "
-            "would resume this run: pass logdir=..., or a class or function with a name of its own."
+            f"{there.task.removeprefix(PROGRAM)} does not identify an environment, so another one "
+            "would resume its run: pass logdir=..., or a class or function with its own name."
         )
     if config is None:
         return configure(changes, preset, trust=trust, say=say)
@@ -241,7 +241,7 @@ def _changes(env: Task | None, settings: Mapping[str, Any]) -> dict[str, Any]:
     changes = {name.replace("__", "."): value for name, value in settings.items()}
     if env is not None:
         if "task" in changes:
-            raise ConfigError("env and task are the same thing: give one of them.")
+            raise ConfigError("env and task mean the same: give one of them.")
         changes["task"] = name_of(env)
     if "agent" in changes:
         changes["agent"] = _agent_name(changes["agent"])
@@ -254,9 +254,8 @@ def _agent_name(agent: Any) -> str:
     name = name_of(kind)
     if name.startswith(PROGRAM):
         raise ConfigError(
-            f"Every process looks an agent up by its name, and {name.removeprefix(PROGRAM)} is "
-            "known in this program only: put its type into a module, and write "
-            'agent="module:Name".'
+            f"Every process imports the agent by its name, and {name.removeprefix(PROGRAM)} exists "
+            'in this program only: put its type into a module, and write agent="module:Name".'
         )
     return name
 
@@ -326,7 +325,7 @@ def final_evaluation(
     except KeyboardInterrupt as interrupt:
         result = interrupt.result if isinstance(interrupt, EvaluationInterrupted) else None
         if result is None:
-            say("The evaluation was interrupted before an episode of it had ended.")
+            say("The evaluation was interrupted before its first episode ended.")
         else:
             total = f"{len(result.returns)} of {config.eval_episodes} episodes"
             say(f"The evaluation was interrupted after {total}: mean score {result.summary()}")
@@ -356,7 +355,7 @@ def _final_evaluation(
         step = step_of(pending)
         row = recorded_round(config.logdir, step) or {}
         if not row and step < policy.step:  # else the evaluation at the end is this round
-            say(f"The round of evaluation that began at step {step:,} is played to its end.")
+            say(f"Finishing the evaluation round of step {step:,}")
             try:
                 found = play(load(pending), kind="round")
                 row = found.record()

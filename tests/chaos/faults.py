@@ -194,7 +194,7 @@ class Injector:
     def _cut(self, fault: Fault, outcome: Outcome) -> None:
         (name,) = fault.targets
         pid, address = self._fleet.pid(name), self._fleet.address(name)
-        if not pid or not address or address.startswith("inproc:"):
+        if not pid or not address:
             outcome.detail = "it serves no other process"
             return
         try:
@@ -224,7 +224,7 @@ class Injector:
 
     def _attack(self, fault: Fault, outcome: Outcome) -> None:
         address = self._fleet.address(fault.targets[0])
-        if not address or address.startswith("inproc:"):  # threads of one process
+        if not address:  # threads of one process
             outcome.detail = "it serves no other process"
             return
         outcome.sent, outcome.accepted = attack(self._rng, address, self._fleet.keys(address))

@@ -113,17 +113,13 @@ def test_same_seed_same_draws(directory: Path | None, make: Callable[..., Replay
 
 def test_reports_do_not_change_training_samples(make: Callable[..., Replay]) -> None:
     """Two replays with the same history, one of them also asked for reports in between."""
-    quiet, asked = make(), None
+    quiet = make(online=False)
     fill(quiet, 90)
-    state = quiet.save()
     plain = [quiet.sample(7)["tag"] for _ in range(6)]
-    if quiet.directory:
-        quiet.close()
-        asked = make()
-    else:
-        asked = make()
+    quiet.close()
+    asked = make(online=False)
+    if not quiet.directory:
         fill(asked, 90)
-    asked.load(state)
     for tags in plain:
         asked.sample(5, "report")
         np.testing.assert_array_equal(asked.sample(7)["tag"], tags)
@@ -248,7 +244,7 @@ def test_using_a_closed_replay_is_an_error(make: Callable[..., Replay]) -> None:
     replay.add(step(0))
     replay.close()
     replay.close()
-    for use in (lambda: replay.sample(1), lambda: replay.add(step(1)), replay.sync, replay.save):
+    for use in (lambda: replay.sample(1), lambda: replay.add(step(1)), replay.sync):
         with pytest.raises(ReplayClosedError):
             use()
 
@@ -294,7 +290,6 @@ def test_stats(make: Callable[..., Replay], directory: Path | None) -> None:
     assert stats["samples"] == 10
     assert stats["updates"] == 8
     assert stats["skipped_updates"] == 0
-    assert stats["replay_ratio"] == pytest.approx(10 * 4 / 60)
     assert 1 <= stats["sample_age_mean"] <= stats["sample_age_max"] <= 20
     assert 20 <= stats["steps"] <= 60
     on_disk = sum(file.stat().st_size for file in (directory or Path("/x")).glob("*.chunk"))

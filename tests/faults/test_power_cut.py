@@ -427,22 +427,3 @@ def test_a_sync_that_fails_is_made_up_for(
         assert len(synced) == 1
         here._sync()
         assert len(synced) == 1, "nothing is new"
-
-
-def test_what_is_saved_knows_no_steps_that_may_be_dropped(
-    memory_path: Path, boot: Boot, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps come in while a checkpoint is made."""
-    sync = Arena.sync
-
-    def busy(arena: Arena, slot: int) -> None:
-        sync(arena, slot)
-        here.add(row(here.tick + 1), 0)
-
-    with opened(memory_path) as here:
-        here.add(row(1), 0)
-        monkeypatch.setattr(Arena, "sync", busy)
-        state = here.save()
-        boot()
-        committed = read_committed(memory_path)
-        assert state["anchor"][0] <= committed[1]

@@ -102,8 +102,12 @@ def fails_now_and_then(patch: pytest.MonkeyPatch) -> None:
 
 
 def counts_a_batch_that_is_asked_for_again(patch: pytest.MonkeyPatch) -> None:
-    sample = ReplayCoordinator.sample
-    patch.setattr(ReplayCoordinator, "sample", lambda self, _: sample(self))
+    permit = ReplayCoordinator.permit
+
+    def counted(self: ReplayCoordinator, _: int) -> int:
+        return permit(self, self._positions.samples)
+
+    patch.setattr(ReplayCoordinator, "permit", counted)
 
 
 def writes_metrics_that_are_sent_again(patch: pytest.MonkeyPatch) -> None:

@@ -345,7 +345,7 @@ def test_between_two_rounds_environments_wait(tmp_path: Path) -> None:
         return made[-1]
 
     groups = [(5,), (6,)]
-    with EpisodeServer("inproc://{auto}", groups, max_steps=10, why=lambda group: "") as server:
+    with EpisodeServer("ipc://{auto}", groups, max_steps=10, why=lambda group: "") as server:
         config = small_run(tmp_path, actor_addr=server.address)
         with SerialLauncher(tmp_path) as launcher:
             workers = [

@@ -159,7 +159,7 @@ def test_an_agent_is_given_by_its_type_or_refused(
     assert read_config(tmp_path).agent == "dreamfleet.agents.random:RandomType"
     monkeypatch.setattr(Local, "__module__", "__main__")
     for agent in (Local, Local(), "__main__:Local"):
-        with pytest.raises(ConfigError, match=r"Local is known in this program only"):
+        with pytest.raises(ConfigError, match=r"Local exists in this program only"):
             train(config, agent=agent, **quiet)
     seen: list[int] = []
     before = len(rows(tmp_path / "scores.jsonl"))
@@ -189,7 +189,7 @@ def test_environments_that_share_a_name_need_a_directory(
     shared += [partial(Dummy, size=(8, 8)), Caller()]
     for env in shared:
         for config in (None, RunConfig(agent="random")):
-            with pytest.raises(ConfigError, match=r"would resume this run: pass logdir="):
+            with pytest.raises(ConfigError, match=r"would resume its run: pass logdir="):
                 train(config, env=env, steps=1)
     assert not list(tmp_path.iterdir())
     config = small_run(tmp_path / "mine", launcher="serial", steps=20, eval_episodes=0)
@@ -232,7 +232,7 @@ def test_settings_are_arguments(tmp_path: Path) -> None:
     assert train(config, say=silent, display=None, steps=120, eval_episodes=0) is None
     for given, words in (
         ({"task": "bundled:catch"}, "holds a run with task bundled:dummy"),
-        ({"env": Dummy, "task": "bundled:dummy"}, "env and task are the same thing"),
+        ({"env": Dummy, "task": "bundled:dummy"}, "env and task mean the same"),
         ({"preset": "debug"}, "leave the preset out"),
         ({"replay__chonk": 3}, "did you mean"),
         ({"env": lambda: Dummy(), "remote_envs": True, "actor_addr": "tcp://127.0.0.1:9"},
@@ -300,7 +300,7 @@ def test_an_exception_in_a_callback_ends_the_run_with_a_checkpoint(tmp_path: Pat
     result = train(config, on_log=stop, on_checkpoint=lambda _, path: seen.append(path), **failing)
     assert result is not None
     assert len(rows(tmp_path / "evaluations.jsonl")) == before + 1
-    with pytest.raises(ConfigError, match="add it to outputs"):
+    with pytest.raises(ConfigError, match="add jsonl to outputs"):
         train(config, on_log=stop, outputs=["media"])
     with pytest.raises(ConfigError, match="pass the class Outputs"):
         train(config, outputs=[Outputs([])])

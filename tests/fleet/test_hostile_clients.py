@@ -35,11 +35,10 @@ MAY: dict[str, dict[str, set[str]]] = {
             name: {"agent"}
             for name in (
                 *("add_batch", "update", "position", "raise_position", "finish", "grant"),
-                *("sample_batch_train", "sample_batch_report", "sample_batch_eval"),
+                *("sample_train", "sample_report", "sample_eval", "shares", "permit"),
             )
         },
-        "stats": {"replay"},
-        "holding": {"replay"},
+        **{name: {"replay"} for name in ("stats", "opened", "inserted")},
         "finished": {"logger"},
     },
     "logger": {
@@ -157,7 +156,7 @@ class Attack:
         good = self._observation([0, 1])
         deadly: list[tuple[str, str, tuple[Any, ...], int]] = [
             ("replay", "add_batch", (5, 5, 5, 5, 5), 0),
-            ("replay", "sample_batch_train", (-7,), 0),
+            ("replay", "sample_train", (-7,), 0),
             ("replay", "update", ({"stepid": np.zeros((1, 20), "u1"), "count": ids[:1]},), 0),
             ("replay", "raise_position", (-1,), 0),
             ("replay", "finish", ("many",), 0),

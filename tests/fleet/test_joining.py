@@ -166,7 +166,7 @@ def test_machines_join_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
         # The key of the line opens what environments need, and nothing else.
         _, key = read_url(line)
         servers = {
-            "replay": ("stats", "position", "add_batch", "sample_batch_train", "update"),
+            "replay": ("stats", "position", "add_batch", "sample_train", "update"),
             "logger": ("status", "add", "tran"),
         }
         for role in ("replay", "logger"):
@@ -235,7 +235,7 @@ def test_machines_join_and_leave_and_nothing_is_lost(tmp_path: Path) -> None:
         run.has_made(100)
         train.signal(signal.SIGINT)
         train.ends(130)
-        assert "The run was ended by its owner." in stays.ends(0)
+        assert "The run was stopped." in stays.ends(0)
     assert read_config(logdir).bind == bind
     found_rows = audit([logdir / "replay"])
     # With the agent that was killed went what the replay had not acknowledged, and nothing else.

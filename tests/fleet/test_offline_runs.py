@@ -102,10 +102,14 @@ def test_a_share_of_each_batch_is_drawn_from_the_first_steps(
     def opened(args: RunConfig = config) -> ReplayService:
         make, limiter = factories(args), limiter_for(args)
         train, evaluation = make.make_replay_train(), make.make_replay_eval()  # type: ignore[operator]
-        return ReplayService(train, evaluation, make.make_stream, limiter, args, threading.Event())  # type: ignore[arg-type]
+        service = ReplayService(
+            *(train, evaluation, make.make_stream, limiter, args, threading.Event())  # type: ignore[arg-type]
+        )
+        service.attach({})
+        return service
 
     service = opened()
-    first = service.sample_batch_train()
+    first = service.sample("train")
     step = {key: value[:1, -1] for key, value in first.items() if key != "stepid"}
     step |= {"reward": np.full(1, 77, np.float32), "is_first": np.zeros(1, bool)}
     for number in range(2):
@@ -115,7 +119,7 @@ def test_a_share_of_each_batch_is_drawn_from_the_first_steps(
         for seq in range(8):
             service.add_batch(step, np.zeros(1, np.int64), False, f"actor-{number}", seq)
         for _ in range(4):
-            rewards = service.sample_batch_train()["reward"]
+            rewards = service.sample("train")["reward"]
             assert (rewards == 77).any(1).sum() == 1, "one of two sequences"
     service.close()
     small = replace(config, replay=replace(config.replay, capacity=300), logdir=tmp_path / "small")
@@ -192,7 +196,7 @@ def test_runs_that_are_learned_from_together_have_to_fit_each_other(
             preflight(replace(config, offline=(str(collected), str(other))), no_environment)
     arguments = ["train", "--offline", str(collected), str(copy), "--task", "bundled:catch"]
     assert main(arguments) == 2
-    assert "leave it out, and it is bundled:dummy" in capsys.readouterr().err
+    assert "bundled:dummy: leave it out." in capsys.readouterr().err
 
 
 def test_a_replay_without_a_checkpoint_is_said(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
     ):
         command("env", logdir=tmp_path)
     (tmp_path / "config.json").write_text(small_run(tmp_path).to_json())
-    with pytest.raises(ConfigError, match="None of the environments asked for"):
+    with pytest.raises(ConfigError, match="The run has no such environments"):
         command("env", logdir=tmp_path, first=4)
     for wrong in ({"name": "replay", "shard": 3}, {"name": "actor"}, {"name": "evaluator"}):
         with pytest.raises(ConfigError, match=f"The run has no {wrong['name']}"):

@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks import agent, replay, report
 from benchmarks.__main__ import BENCHMARKS, main
-from benchmarks.report import Row, compare, split_settings
+from benchmarks.report import compare, split_settings
 from dreamfleet.agents.dreamer.config import PUBLISHED_SIZES
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
@@ -67,15 +66,11 @@ FOUND = {
 }  # fmt: skip
 
 
-def test_sizes_and_numbers_of_devices_are_understood_or_refused() -> None:
+def test_sizes_are_understood_or_refused() -> None:
     assert agent.sizes_of("1m,400m") == ("1m", "400m")
     assert agent.sizes_of("all") == PUBLISHED_SIZES
     with pytest.raises(ConfigError, match="no size '3m'"):
         agent.sizes_of("1m,3m")
-    assert agent.counts_of("8,2") == (1, 2, 8), "one is what others are compared with"
-    for wrong in ("two", "0,2", ""):
-        with pytest.raises(ConfigError, match="--devices"):
-            agent.counts_of(wrong)
 
 
 def test_a_size_that_does_not_fit_has_a_row_that_says_so(
@@ -103,33 +98,6 @@ def test_a_process_that_is_killed_has_a_row_that_says_so(monkeypatch: pytest.Mon
     (row,) = agent.run(kind="vector")
     assert row.value is None
     assert "too little memory" in row.note
-
-
-def test_several_devices_are_compared_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def trained(_: str, task: dict[str, Any], **variables: str) -> dict[str, Any]:
-        count = task["devices"]
-        assert variables == {"JAX_NUM_CPU_DEVICES": str(count)}
-        if count == 8:
-            return {"problem": "this machine has 4 devices"}
-        parameters = {"nets/a": np.ones(4), "nets/b": np.full(2, 3.0)}
-        if count > 1:
-            parameters["nets/b"] = parameters["nets/b"] + [0.03, 0.04]
-        np.savez(Path(task["folder"]) / "parameters.npz", **parameters)  # type: ignore[arg-type]
-        losses = [[1.0, 2.0], [1.0, 2.0 + 0.01 * (count > 1)]]
-        memory = {"parameters": 1e6, "optimizer": 2e6, "step": 9e6}
-        return {"losses": losses, "moved": 10.0, "train": 10.0 * count, "memory": memory}
-
-    monkeypatch.setattr(agent, "in_process", trained)
-    rows = list(agent.run(devices="1,2,4,8"))
-    assert [row.name for row in rows] == [
-        "1 device",
-        *(f"2 devices, {mode}" for mode in agent.MODES[:2]),
-        *(f"{count} devices, {mode}" for count in (4, 8) for mode in agent.MODES),
-    ]
-    assert rows[0].note.startswith("the same: losses 0.0e+00 apart, parameters 0.0e+00")
-    assert rows[1].note.startswith("NOT THE SAME: losses 5.0e-03 apart, parameters 5.0e-03")
-    assert (rows[1].peer, rows[1].ratio) == ("1 device", 0.5)
-    assert rows[-1] == Row("8 devices, both", None, "ms", note="this machine has 4 devices")
 
 
 def test_settings_of_the_run_follow_two_dashes() -> None:

@@ -1,6 +1,7 @@
 """The command line: commands, exit codes, streams."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 
 from dreamfleet import __version__, cli
-from dreamfleet.cli import COMMANDS, main
+from dreamfleet.cli import COMMANDS, console, main
+from dreamfleet.envs.registry import SUITES
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,6 +20,21 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(command in text for command in COMMANDS)
     assert main([]) == 0
     assert capsys.readouterr().out == text
+
+
+def test_the_help_of_a_task_lists_every_suite(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    (text,) = re.findall(r"SUITE:NAME \(([^)]*)\)", " ".join(capsys.readouterr().out.split()))
+    assert sorted(re.findall(r"\w+", text.replace(" or ", " "))) == sorted(SUITES)
+
+
+def test_names_with_colons_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rich takes `:factory:` for an emoji."""
+    console.say("my.module:factory: made")
+    console.complain("my.module:factory: not found")
+    printed = capsys.readouterr()
+    assert "my.module:factory: made" in printed.out
+    assert "my.module:factory: not found" in printed.err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

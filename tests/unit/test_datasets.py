@@ -198,7 +198,7 @@ def test_what_cannot_be_read_is_refused(
         path.write_text(json.dumps({k: v for k, v in kept.items() if v is not None}))
 
     changed(action_space=None)
-    with pytest.raises(ConfigError, match="does not say its spaces"):
+    with pytest.raises(ConfigError, match="does not name its spaces"):
         find_source(folder)
     changed(env_spec=None)
     with pytest.raises(ConfigError, match="does not name its environment"):

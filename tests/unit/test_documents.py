@@ -54,7 +54,7 @@ def test_every_page_is_listed() -> None:
 
 
 BUDGET = {
-    "configuration.md": 3_300, "machines.md": 2_000, "scaling.md": 1_400, "operations.md": 1_450,
+    "configuration.md": 3_300, "machines.md": 2_000, "scaling.md": 1_500, "operations.md": 1_500,
     "environments.md": 1_350, "metrics.md": 1_300,
 }  # fmt: skip
 """Words of a page, as `wc -w` counts them; of any other page 1,000."""

@@ -322,7 +322,7 @@ def test_reality_admits_that_it_cannot_get_there(
     episode = loaded.episodes()[1]
     config = replace(loaded.blueprint.config, seed=6)
     other = Reality(replace(loaded.blueprint, config=config))
-    with pytest.raises(RealityError, match="same seed and actions lead it elsewhere"):
+    with pytest.raises(RealityError, match="same seed and actions give other observations"):
         other.follow(episode, 6)
     real = Reality(loaded.blueprint)
     with pytest.raises(RealityError, match="no longer holds"):
@@ -409,7 +409,7 @@ def test_an_environment_with_a_will_of_its_own(loaded: Dream) -> None:
     real = Reality(blueprint, env=Moody)
     real.fresh()
     real.step({"action": np.array(0)})
-    with pytest.raises(RealityError, match="does not repeat itself"):
+    with pytest.raises(RealityError, match="the same seed and actions gave other observations"):
         real.go([])
     real.fresh()
     with pytest.raises(RealityError, match="RuntimeError: I do not want to"):

@@ -60,9 +60,9 @@ def test_masks_of_zeros_and_ones_are_taken(mask: Space) -> None:
         (Space(bool, (5,)), ONE, r"has shape \(5,\), and action 'action' has 4 choices"),
         (Space(bool, (2, 2)), ONE, r"give it the shape \(4,\)"),
         (Space(bool, (3,)), UNEVEN, r"action 'keys' has 7 choices"),
-        (Space(np.uint8, (4,)), ONE, r"holds 0 and 1 only: declare it as Space\(bool, \(4,\)\)"),
-        (Space(np.int32, (4,), -1, 2), ONE, "holds 0 and 1 only"),
-        (Space(np.float32, (4,)), ONE, "holds 0 and 1 only"),
+        (Space(np.uint8, (4,)), ONE, r"may hold only 0 and 1: declare it as Space\(bool, \(4,\)\)"),
+        (Space(np.int32, (4,), -1, 2), ONE, "may hold only 0 and 1"),
+        (Space(np.float32, (4,)), ONE, "may hold only 0 and 1"),
     ],
 )
 @pytest.mark.parametrize("agent", ["random", "dreamer"])

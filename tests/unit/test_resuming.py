@@ -263,7 +263,7 @@ def test_a_setting_that_this_version_does_not_have_is_named(tmp_path: Path) -> N
 def test_another_launcher_chooses_its_own_addresses(tmp_path: Path) -> None:
     config = RunConfig(agent="random", logdir=tmp_path, launcher="serial")
     run, _ = _prepared(config, find_launcher("serial")(tmp_path))
-    assert run.actor_addr == "inproc://{auto}"
+    assert run.actor_addr == "ipc://{auto}"
     assert read_config(tmp_path) == config
 
 

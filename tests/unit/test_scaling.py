@@ -27,9 +27,8 @@ def test_a_quick_run_measures_every_role_and_real_connections(tmp_path: Path) ->
         assert math.isfinite(row["value"])
     for role in ("env", "agent", "replay", "logger"):
         assert rows[f"vector/fleet, a process each/{role}"]["unit"] == "us/step"
-    for call in ("policy, 8 rows", "learner update", "replay insert", "replay sample", "logger"):
-        assert rows[f"vector/{call}/wall"]["value"] > 0
-        assert f"vector/{call}/cpu" in rows
+    for call in ("learner update", "replay insert", "replay sample", "logger"):
+        assert rows[f"vector/{call}/cpu"]["unit"].startswith("us/")
     row = rows["curve/random/vector/2"]
     assert row["unit"] == "steps/s"
     assert row["value"] > 0
@@ -37,9 +36,6 @@ def test_a_quick_run_measures_every_role_and_real_connections(tmp_path: Path) ->
     assert rows["actors=2"]["peer"] == "actors=1"
     for name in ("inserts", "samples"):
         assert rows[f"replay_shards=2, {name}"]["peer"] == f"replay_shards=1, {name}"
-        assert rows[f"replay_shards=2, {name}, a core each"]["peer_value"] > 0
-    assert rows["actors=2, a core each"]["peer_value"] > 0
-    assert rows["encrypted/random/vector/2"]["value"] > 0
     assert 100 < rows["bytes/random/vector/to the actor"]["value"] < 400
     assert rows["replay/index"]["unit"] == "bytes/step"
 

@@ -62,7 +62,7 @@ def test_values() -> None:
     assert read_values("a", (64, 64)) == ("[64, 64]",)
     assert read_values("a", "auto") == ("auto",)
     for wrong in ("log(0,1)", "int(1,2.5)", "uniform(2,1)", "log(a,b)"):
-        with pytest.raises(ConfigError, match="is no range"):
+        with pytest.raises(ConfigError, match="is not a range"):
             read_values("a", wrong)
 
 
@@ -182,7 +182,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--set", "dreamer.loss.horizonn=1"], "horizon"),
         (["--set", "seed=1"], "--seeds"),
         (["--seeds", "a"], "whole numbers"),
-        (["--set", "train_ratio=log(2,1)"], "is no range"),
+        (["--set", "train_ratio=log(2,1)"], "is not a range"),
     ):
         assert main(["sweep", *wrong]) == 2
         assert sentence in capsys.readouterr().err

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import dreamfleet
 from dreamfleet.cli.arguments import call, function_options, help_of
-from dreamfleet.cli.console import complain, open_streams, say
+from dreamfleet.cli.console import close_streams, complain, open_streams, say
 from dreamfleet.errors import DreamfleetError, did_you_mean
 from dreamfleet.settings import load_object
 
@@ -126,6 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         complain(sentence)
         return 1
+    finally:
+        close_streams()
     return 0
 
 

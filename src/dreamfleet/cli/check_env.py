@@ -45,13 +45,13 @@ def check_env(
     """Test an environment with random actions and report each problem with its fix.
 
     Args:
-        task: Such as gym:CartPole-v1, dmc:walker_walk or my_package.my_module:my_factory.
-        options: Of the environment, such as obs=pixels size=[64,64] time_limit=500.
+        task: The environment: gym:CartPole-v1, dmc:walker_walk, my_package.my_module:my_factory.
+        options: Options of the environment, such as obs=pixels size=[64,64] time_limit=500.
         steps: How many random steps to play; resets are not counted.
-        seed: Of the environment and of the actions.
+        seed: Seed of the environment and of the actions.
         timeout: Seconds that the constructor, a reset or a step may take before it counts as hung,
             as env_timeout in a run; 0 for no timeout.
-        sheet: Where to put a picture of frames, if there are any; None for nowhere.
+        sheet: File for a picture of some frames, if there are any; None for no picture.
     """
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in (options or {}).items()}
     lines, problems, verdict = run_isolated(

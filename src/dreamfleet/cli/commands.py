@@ -50,8 +50,8 @@ def eval(  # noqa: A001 - the command's name
     """Play complete episodes with a trained agent and print their scores.
 
     The environments are new ones with seeds that training never uses. Actions are sampled from the
-    policy, as in training and in the paper, unless you ask for greedy ones. The newest checkpoint
-    is used; the run may be under way.
+    policy, as in training and in the paper; --greedy takes the mode. The newest checkpoint is used;
+    the run may still be training.
 
     Args:
         logdir: A run's directory, or one checkpoint.
@@ -60,7 +60,7 @@ def eval(  # noqa: A001 - the command's name
         video: Record the first episode to this file, such as play.mp4.
         json: Print one JSON object in a line, with every return; all other lines go to standard
             error.
-        keep: Add the result to the run's evaluations.jsonl, which pages and plots show.
+        keep: Add the result to the run's evaluations.jsonl, which 'view' and 'plot' show.
         seed: Another seed plays other episodes.
         fps: Frames a second of the video.
         agent: Your own agent, as package.module:name.
@@ -130,13 +130,11 @@ def status(
             how = "has not begun" if found is None else f"is {found.state}"
             raise DreamfleetError(f"The run in {logdir} {how}.")
         if found.state != "evaluating" and not found.responding:
-            raise DreamfleetError(
-                f"The run in {logdir} is under way, but its logger does not respond."
-            )
+            raise DreamfleetError(f"The run in {logdir} runs, but its logger does not respond.")
         return
     if found is None:
         read_config(logdir)  # says what is wrong with it
-        raise ConfigError(f"{logdir} holds a run that has only just started: ask again.")
+        raise ConfigError(f"The run in {logdir} has just started: try again in some seconds.")
     if svg:
         write(svg, picture_svg(found))
     if follow and out.is_terminal and not json:
@@ -144,7 +142,7 @@ def status(
             threading.Event().wait()
     while found is not None:
         if json:
-            out.print(found.to_json(), markup=False, emoji=False, soft_wrap=True)
+            out.print(found.to_json(), markup=False, soft_wrap=True)
         else:
             say(picture(found))
         if not follow or not found.running:
@@ -211,7 +209,7 @@ def page_beside(logdir: Path) -> Iterator[None]:
     assert process.stdout is not None
     try:
         url = process.stdout.readline().strip()
-        say(f"Page: {url}" if url else "There is no page: its process has ended.")
+        say(f"Page: {url}" if url else "The web page has not started: its process has ended.")
         if url and out.is_terminal:
             webbrowser.open(url)
         yield
@@ -240,12 +238,12 @@ def export(
 
     The graph is one call of the recurrent policy for any number of rows. It takes observations,
     the state and, where something is sampled, random numbers. It gives actions in the environment's
-    units and the next state. policy.json beside it names everything. The graph is compared with the
-    policy before it is written.
+    units and the next state. policy.json describes the inputs and outputs. The graph is compared
+    with the policy before it is written.
 
     Args:
         logdir: A run's directory, or one checkpoint.
-        format: Onnx for onnxruntime and others; stablehlo for XLA and jax.export.
+        format: What to write: onnx for onnxruntime and others, stablehlo for XLA and jax.export.
         out: The folder to write; without it, export in the run's directory.
         latent: Sample the latent state, as in training, or take its mode.
         actions: Sample actions, as in evaluation, or take the mode of the policy.
@@ -287,17 +285,16 @@ def join(
     run. Ctrl-C leaves; when the run is over, this command ends.
 
     Args:
-        url: dreamfleet://HOST:PORT/#KEY, in quotes; a file that holds it; or the directory of the
-            run, where this machine sees it.
+        url: dreamfleet://HOST:PORT/#KEY, in quotes; a file that holds it; or the run's directory,
+            if this machine can read it.
         envs: Environments that collect training data; one if not given, none with --eval-envs.
         eval_envs: Environments for evaluation.
         envs_per_process: Environments that share a process; as in the run if not given.
-        task: The run's task, if it is package.module:factory: code that another machine names is
-            only imported if you name it too.
+        task: The run's task, if it is your own (package.module:factory). Code that another machine
+            names is imported only if you name it too.
         trust: Import the code that the run names.
-        logdir: Where the logs of the environments are kept; a directory that is removed at the end
-            if not given.
-        patience: Seconds to wait for a run that does not answer any more, until it is resumed.
+        logdir: Directory for the logs of the environments; a temporary one if not given.
+        patience: Seconds to wait for a run that no longer answers, until it is resumed.
     """
     from dreamfleet.fleet.joining import Offer
     from dreamfleet.fleet.joining import join as join_run
@@ -305,7 +302,7 @@ def join(
 
     count = (0 if eval_envs else 1) if envs is None else envs
     if not count + eval_envs:
-        raise ConfigError("A machine joins with one environment at least: --envs 1.")
+        raise ConfigError("Join with at least one environment: --envs 1.")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     offer = Offer(count, eval_envs, envs_per_process, task, trust)
     join_run(find_url(url), offer, logdir=logdir, patience=patience, say=say)
@@ -314,7 +311,7 @@ def join(
 def invite(logdir: Path, /, name: str | None = None, revoke: str | None = None) -> None:
     """List the lines that let other machines join a run, make another one, or revoke one.
 
-    It works during the run, and also between its end and its resume.
+    It works during the run, and while the run is stopped.
 
     Args:
         logdir: The run's directory.
@@ -341,7 +338,7 @@ def invite(logdir: Path, /, name: str | None = None, revoke: str | None = None) 
         own = logdir / "keys"
         keys = Keys.load(own) if own.exists() else config.server_keys
         if keys is None:
-            raise ConfigError(f"The key of the run is missing: {own}. Copy it back.")
+            raise ConfigError(f"The run's key {own} is missing: restore it from a copy.")
         say(book.join_line(place, book.invite(logdir, name, keys)))
     if revoke is None and name is None:
         for each in book.invitations(logdir):
@@ -372,12 +369,11 @@ def role(
         name: agent (acts and learns), actor (acts only; one of several `actors`), env
             (environments), evaluator, logger or replay.
         config: The run's config.json; the one in the logdir if not given.
-        first: Of the environments: the id of the first one that is started here.
-        count: Of the environments: how many are started here; the rest if not given.
-        number: Of the actors: which one is started here; number 0 is a part of the agent.
-        shard: Of the replay: which of its replay_shards is started here.
-        trust: Import code outside of Dreamfleet that the config.json names, such as your own
-            environment.
+        first: For env: id of the first environment to start here.
+        count: For env: number of environments to start here; all others if not given.
+        number: For actor: which actor to start here; actor 0 is part of the agent.
+        shard: For replay: which of the replay_shards to start here.
+        trust: Import your own code that config.json names, such as an environment.
     """
     from dreamfleet.fleet.factories import factories
     from dreamfleet.fleet.workers import fleet_workers
@@ -410,8 +406,9 @@ def role(
     index = {"actor": number, "replay": shard}.get(name, 0)
     if (mine := f"{name}-{index}" if index else name) not in functions:
         raise ConfigError(
-            f"The run has no {mine}, but actors={args.actors}, replay_shards={args.replay_shards} "
-            f"and eval_every={args.eval_every}; actors and shards are numbered from 0."
+            f"The run has no {mine}: it has actors={args.actors}, "
+            f"replay_shards={args.replay_shards} and eval_every={args.eval_every}; actors and "
+            "shards are numbered from 0."
         )
     # Ctrl-C and a closed terminal end a role as it is ended in a fleet: it saves first.
     for each in set(end_signals()) - {signal.SIGTERM}:

@@ -12,8 +12,9 @@ from dreamfleet.files import atomic_write
 
 # What goes to a file has no edge at which it would have to be wrapped.
 _is_terminal = sys.stdout is not None and sys.stdout.isatty()
-out = Console(highlight=False, width=None if _is_terminal else 180)
-_err = Console(stderr=True, highlight=False)
+# Without emoji, or "module:factory: ..." would show a picture of a factory.
+out = Console(highlight=False, emoji=False, width=None if _is_terminal else 180)
+_err = Console(stderr=True, highlight=False, emoji=False)
 
 
 def open_streams() -> None:
@@ -31,6 +32,18 @@ def open_streams() -> None:
             stream.reconfigure(errors="replace")
     if is_closed:
         complain("Standard output is closed, so nothing is shown: redirect it to a file.")
+
+
+def close_streams() -> None:
+    """Drop what cannot be written any more, such as to a closed terminal: Python would end with
+    another exit code for it."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 def say(message: str | RenderableType) -> None:

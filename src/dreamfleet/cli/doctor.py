@@ -62,13 +62,13 @@ class Check:
 def doctor(logdir: Path = Path("runs")) -> str:
     """Check this machine: Python, JAX, memory, disk, rendering, sockets, limits, extras.
 
-    A tick means that it was tried, for example that an environment was made and stepped; a dot
-    means that it was only looked up. Every problem comes with its fix.
+    A tick means that it was tried (an environment was made and stepped, for example), a dot that it
+    was only looked up. Every problem comes with its fix.
 
     Args:
         logdir: Where runs will be kept.
     """
-    with out.status("trying what is installed, which takes half a minute"):
+    with out.status("testing what is installed: about half a minute"):
         findings = [*machine(), *jax(), *disk(logdir), *sockets(), *rendering(), *extras()]
     table = Table.grid(padding=(0, 2))
     for each in findings:
@@ -79,7 +79,7 @@ def doctor(logdir: Path = Path("runs")) -> str:
     if problems := sum(each.state == "problem" for each in findings):
         count = "is 1 problem" if problems == 1 else f"are {problems} problems"
         raise DreamfleetError(f"There {count}, see above.")
-    return "This machine is fit for training."
+    return "This machine is ready for training."
 
 
 def machine() -> Iterator[Check]:
@@ -141,7 +141,7 @@ def sockets() -> Iterator[Check]:
             with server, Client(server.address, "doctor", patience=5.0) as client:
                 assert client.double(21).result(5.0) == 42
         except (DreamfleetError, OSError) as error:
-            fix = "Look for a firewall, or set TMPDIR to a short path that you may write to."
+            fix = "Check the firewall, or set TMPDIR to a short path that can be written to."
             yield Check(what, "problem", f"no call gets through: {error}", fix)
         else:
             yield Check(what, "fine", "calls get through")
@@ -153,13 +153,13 @@ def rendering() -> Iterator[Check]:
         return
     found, works = attempt(draw)
     if works:
-        yield Check("rendering", "fine", f"dm_control draws with {found}")
+        yield Check("rendering", "fine", f"dm_control renders with {found}")
         return
     fix = "Install EGL (apt install libegl1) or OSMesa (apt install libosmesa6), or use obs=state."
     if chosen := os.environ.get("MUJOCO_GL"):
         fix = f"MUJOCO_GL={chosen} does not work here: unset it, or set it to egl or osmesa."
     elif os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
-        fix = "The screen that DISPLAY names cannot be drawn on: set MUJOCO_GL to egl or osmesa."
+        fix = "The display that DISPLAY names cannot be used: set MUJOCO_GL to egl or osmesa."
     yield Check("rendering", "hint", f"dm_control renders no pixels here: {found}", fix)
 
 

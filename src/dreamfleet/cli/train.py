@@ -22,11 +22,9 @@ from dreamfleet.settings import Count, Section, Setting, convert
 _WHAT = frozenset({Section("what")})
 _SHOWN = frozenset({Section("what is written and shown")})
 _PRESETS = f"Settings of a new run: {', '.join(PRESETS)}. A size may follow, as in atari,size50m."
-_CONFIG = (
-    "A file of settings, YAML or JSON, as --print-config writes it. What is typed replaces them."
-)
-_PRINT = "Print every setting of the run as a file for --config, and train nothing."
-_TRUST = "Import code outside of Dreamfleet that a config.json or the file of --config names."
+_CONFIG = "A file of settings, YAML or JSON, as --print-config writes it. Flags override it."
+_PRINT = "Print every setting as a file for --config, and train nothing."
+_TRUST = "Import your own code that a config.json or the file of --config names."
 _VIEW = "Also serve a page about the run, as 'dreamfleet view' does."
 _OWN = (
     Setting("preset", str, "default", _PRESETS, _WHAT),
@@ -39,7 +37,7 @@ _OWN = (
 """Options of `train` that are no settings of a run."""
 _OF_SWEEP = (
     Setting("seeds", str, "0", "Seeds that every setting is trained with, such as 0,1,2.", _WHAT),
-    Setting("set", dict, {}, "Settings by their path, with one value, values, or a range.", _WHAT),
+    Setting("set", dict, {}, "Settings by their path: a value, several, or a range.", _WHAT),
     Setting("trials", Count, 20, "Settings that a search tries.", _WHAT),
     Setting("parallel", Count, 1, "Runs at the same time.", _WHAT),
     Setting("logdir", Path, Path("runs/sweep"), "The directory of all runs.", _WHAT),
@@ -49,8 +47,8 @@ _OF_SWEEP = (
 def train(arguments: Sequence[str]) -> None:
     """Train an agent with a fleet of processes. The same command again resumes the run.
 
-    Without arguments it trains Dreamer on gym:CartPole-v1. What is not given is taken from the
-    preset, or, if the directory holds a run, from that run.
+    Without arguments it trains Dreamer on gym:CartPole-v1. Settings that you do not give
+    come from the preset, or from the run if the directory holds one.
     """
     from dreamfleet.cli.commands import page_beside
     from dreamfleet.display import live
@@ -66,7 +64,7 @@ def train(arguments: Sequence[str]) -> None:
 
 
 def resume(arguments: Sequence[str]) -> None:
-    """Resume a run with the settings that it was last with.
+    """Resume a run with its last settings.
 
     It takes the options of 'dreamfleet train', for settings to change; what is changed is said.
     """

@@ -76,7 +76,7 @@ class Dream:
         keep: int = 2048,
     ) -> None:
         if keep < 1 or seed < 0:
-            raise ConfigError(f"keep={keep} and seed={seed} are not valid: keep at least 1 moment.")
+            raise ConfigError(f"keep={keep} must be at least 1, and seed={seed} at least 0.")
         self._model = model
         self.obs_space = dict(obs_space)
         self.act_space = dict(act_space)

@@ -196,8 +196,7 @@ class Reality:
         seen = hash(tuple(np.asarray(obs[key]).tobytes() for key in self._keys))
         if self._seen.setdefault(path, seen) != seen:
             raise RealityError(
-                "The environment does not repeat itself after the same seed and actions, so it "
-                "cannot go back."
+                "The environment cannot go back: the same seed and actions gave other observations."
             )
         if len(self._seen) > _MAX_SEEN:
             self._seen.clear()
@@ -232,7 +231,7 @@ class Reality:
                 first = bool(rows["is_first"][index])
                 obs = env.step({**action, RESET: np.array(first)})
                 if not all(_same(obs[key], rows[key][index]) for key in self._keys):
-                    raise _unreachable("the same seed and actions lead it elsewhere")
+                    raise _unreachable("the same seed and actions give other observations")
                 action |= {key: rows[key][index] for key in action.keys() & rows.keys()}
             if time.monotonic() - started > _MAX_SECONDS:
                 raise _unreachable(f"repeating {episode.history:,} steps takes too long")
@@ -258,6 +257,6 @@ def image_of(obs: Mapping[str, NDArray[Any]]) -> NDArray[np.uint8] | None:
 
 def _unreachable(why: str) -> RealityError:
     return RealityError(
-        f"The environment cannot be brought to this place, because {why}: start from a fresh "
+        f"The environment cannot be set to this state, because {why}: start from a fresh "
         "episode to see both."
     )

@@ -269,7 +269,7 @@ class _Play:
                 self.trajectory.append({key: _brief(value) for key, value in copy.items()})
                 if reset and obs["is_last"]:
                     raise EnvError(
-                        "An episode ended with its first observation: a reset has to be followed "
+                        "An episode ended with its first observation: a reset must be followed "
                         "by at least one action."
                     )
                 shown = not reset and len(times) % max(1, self._steps // _FRAMES) == 0
@@ -362,9 +362,8 @@ def _raised(error: BaseException, call: CurrentCall, result: Diagnosis) -> Findi
     fix = "Fix it."
     # A run gives up on an environment if no episode ends between two failures.
     if isinstance(error, Exception) and call.name in ("reset", "step") and result.episodes:
-        count = f"{result.episodes} episode{'s' if result.episodes > 1 else ''} had ended before"
-        fix += f" As {count}, training and eval would cut this one short and make the environment "
-        fix += "again."
+        count = f"{result.episodes} episode{'s' if result.episodes > 1 else ''} ended before"
+        fix += f" {count}, so a run would cut this one short and rebuild the environment."
     return Finding(what, fix, own_traceback(error))
 
 

@@ -286,7 +286,7 @@ def _check(env: Any, lanes: int) -> AutoresetMode:
     for attribute in ("num_envs", "single_observation_space", "single_action_space", "step"):
         if not hasattr(env, attribute):
             raise EnvError(
-                f"{name} has no {attribute}, so it is no vector environment: return a "
+                f"{name} has no {attribute}, so it is not a vector environment: return a "
                 "gymnasium.vector.VectorEnv, or give the factory no parameter num_envs."
             )
     if env.num_envs != lanes:

@@ -131,7 +131,7 @@ class Layout:
         if not (np.min(bright) >= 0 and np.max(bright) <= 255):
             if not np.all(np.isfinite(bright)):
                 raise NotFiniteError(
-                    f"Observation {self.key!r} holds NaN or infinity: the environment has to "
+                    f"Observation {self.key!r} holds NaN or infinity: the environment must "
                     "return finite numbers.",
                     self.key,
                 )
@@ -174,7 +174,7 @@ def read_box(
     axes = asked or _recognise(box) or (otherwise if dtype == np.uint8 and len(shape) == 3 else "")
     if not axes:
         layouts = "".join(f"{axes}, " for axes in _PLACES.get(len(shape), ()))
-        what = "may be an image or not" if layouts else "is no image that agents take"
+        what = "may or may not be an image" if layouts else "is not an image that agents accept"
         raise SpaceError(
             f"Observation {key!r} has dtype {dtype} and shape {shape}, which {what}: set {_OPTION} "
             f"to {layouts}flat for a vector, or none to keep its shape for an encoder of your own."
@@ -185,19 +185,19 @@ def read_box(
         return *_numbers(box, flat=axes == FLAT), f"{told}it as an image." if large else ""
     if not set("hw") <= set(axes) <= set("hwcs") or len(set(axes)) < len(axes):
         raise ConfigError(
-            f"image_layout={axes} is no layout: {_LETTERS}, h for height, w for width, c for "
-            "channels and s for the frames of a stack, or say flat or none."
+            f"image_layout={axes} is not a layout: {_LETTERS}, h for height, w for width, c for "
+            "channels and s for the frames of a stack, or use flat or none."
         )
     if len(axes) != len(shape):
         raise ConfigError(
             f"image_layout={axes} names {len(axes)} axes, and observation {key!r} has shape "
-            f"{shape}: {_LETTERS}, or say flat or none."
+            f"{shape}: {_LETTERS}, or use flat or none."
         )
     black, white = (0.0, 255.0) if dtype == np.uint8 else box.range
     if not (np.isfinite(black) and np.isfinite(white) and black < white):
         raise SpaceError(
-            f"Observation {key!r} has no bounds that say what is black and what is white, so it "
-            f"is no image: give its space one low and one high for all pixels, such as 0 and 1, "
+            f"Observation {key!r} has no bounds for black and white, so it cannot be an image: "
+            f"give its space one low and one high for all pixels, such as 0 and 1, "
             f"or set {_OPTION} to flat or none."
         )
     layout = Layout(image or key, axes, shape, dtype, black, white)
@@ -261,8 +261,8 @@ def layouts_asked(asked: Asked, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
         if not fitting:
             found = ", ".join(f"{key!r} with shape {shape}" for key, shape in shapes.items())
             raise ConfigError(
-                f"image_layout={asked} fits no observation, there is {found}: {_LETTERS}, such as "
-                "hwc, chw, hw or shwc, or say flat or none."
+                f"image_layout={asked} fits no observation ({found}): {_LETTERS}, such as "
+                "hwc, chw, hw or shwc, or use flat or none."
             )
         return dict.fromkeys(fitting, asked)
     if len(shapes) == 1 and set(asked) <= {"image", "vector"}:  # a single one may be called so

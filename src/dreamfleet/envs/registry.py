@@ -61,8 +61,8 @@ GENERAL: Mapping[str, Any] = {
 }
 """Options that every task has, and their types."""
 _NOT_OF_SUITES = {
-    "image_layout": "its images need none",
-    "log_info": "it logs all that it has",
+    "image_layout": "it always returns images in the right layout",
+    "log_info": "it logs everything by itself",
 }
 # Options that a task may implement itself: Atari pools over the repeated frames.
 _OWN = {"repeat", "size", *_NOT_OF_SUITES}
@@ -235,8 +235,8 @@ def _adapted(env: Any, seed: int, image_layout: Any, log_info: Any) -> tuple[Any
 
         return GymEnv(env, seed=seed, image_layout=image_layout, log_info=log_info), {}
     raise EnvError(
-        f"{name} is no environment: it needs obs_space, act_space and step, or the interface of "
-        "gymnasium.Env."
+        f"{name} is not an environment: it needs obs_space, act_space and step, or the interface "
+        "of gymnasium.Env."
     )
 
 

@@ -214,7 +214,7 @@ class AgentEnv(Wrapper):
 
     def _not_finite(self, key: str, value: NDArray[Any]) -> None:  # noqa: ARG002 - of lanes
         raise NotFiniteError(
-            f"Observation {key!r} holds NaN or infinity: the environment has to return finite "
+            f"Observation {key!r} holds NaN or infinity: the environment must return finite "
             "numbers (-inf alone may mark a missing value).",
             key,
         )
@@ -270,7 +270,7 @@ def check_declaration(obs_space: Mapping[str, Space], act_space: Mapping[str, Sp
         given = obs_space[key]
         if given.shape != () or given.dtype != expected.dtype:
             raise SpaceError(
-                f"obs_space[{key!r}] is {given}, but has to be a scalar of dtype {expected.dtype}."
+                f"obs_space[{key!r}] is {given}, but must be a scalar of dtype {expected.dtype}."
             )
     if act_space.get(RESET) != Space(bool):
         raise SpaceError("act_space needs the key 'reset' with Space(bool).")

@@ -39,7 +39,6 @@ from dreamfleet.fleet.nodes import (
     Answer,
     Asked,
     MachineReport,
-    Order,
     WorkerReport,
 )
 from dreamfleet.fleet.stall import hanging
@@ -48,7 +47,7 @@ from dreamfleet.fleet.workers import env_worker
 from dreamfleet.formatting import readable
 from dreamfleet.metrics.timing import Rate
 from dreamfleet.roles.addresses import Registry
-from dreamfleet.roles.fences import fenced
+from dreamfleet.roles.fences import Fence, fenced
 from dreamfleet.roles.health import Health, health_path, read_health
 from dreamfleet.roles.invitations import read_url
 from dreamfleet.roles.runtime import sigterm_interrupts
@@ -264,10 +263,6 @@ class _Machine:
         """The first server of the run that cannot be reached from here, and all ports that have to
         be open, without a period; empty if all are reached."""
         servers = called_servers(self._address, told)
-        needed = {"evaluator"} if self._offer.eval_envs else set()
-        if self._offer.envs or "evaluator" not in servers:
-            needed |= servers.keys() - {"evaluator"}
-        servers = {name: each for name, each in servers.items() if name in needed}
         for name, address in servers.items():
             if (problem := port_problem(address, seconds)) in ("", ignore):
                 continue
@@ -313,7 +308,7 @@ class _Machine:
 
 
 class _Started(NamedTuple):
-    order: Order
+    order: Fence
     process: LocalWorker
     health: Path
 
@@ -340,7 +335,7 @@ class _Workers:
         self.config = config
         shutil.rmtree(health_path(config, ""), ignore_errors=True)  # counts are of this run
 
-    def follow(self, orders: Mapping[str, Order]) -> None:
+    def follow(self, orders: Mapping[str, Fence]) -> None:
         """Start what is new, and end what is no longer wanted."""
         for name, started in list(self._started.items()):
             if orders.get(name) != started.order:
@@ -351,13 +346,14 @@ class _Workers:
             if name not in self._started:
                 self._started[name] = self._start(name, order)
 
-    def _start(self, name: str, order: Order) -> _Started:
+    def _start(self, name: str, order: Fence) -> _Started:
         # Ids are used again, by other machines too: their environments play other episodes.
         seed = env_seed(self.config.seed, fenced([0], order.incarnation)[0])
         config = replace(self.config, seed=seed)
-        ids, is_eval, incarnation = order.ids, order.is_eval, order.incarnation
-        make = environments(config, None)
-        worker = env_worker(make, ids, config, is_eval, name, incarnation=incarnation)
+        worker = env_worker(
+            *(environments(config, None), order.ids, config, order.is_eval, name),
+            incarnation=order.incarnation,
+        )
         assert isinstance(worker.health, Path)
         Health(worker.health)  # clears what its predecessor was doing
         self._launcher.prepare([worker])

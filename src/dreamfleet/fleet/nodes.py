@@ -111,14 +111,6 @@ class MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why it makes no steps."""
 
 
-class Order(msgspec.Struct, frozen=True):
-    """A worker that is to run on a machine."""
-
-    ids: tuple[int, ...]
-    is_eval: bool
-    incarnation: int
-
-
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """What a machine is to run now."""
 
@@ -133,7 +125,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Of the machine; empty if it has not joined."""
     dismissed: str = ""
     """Why the run does not want this machine any more."""
-    workers: dict[str, Order] = {}
+    workers: dict[str, Fence] = {}
+    """The environments of each worker that is to run, with its incarnation."""
 
 
 class MachineWorker:
@@ -141,8 +134,8 @@ class MachineWorker:
 
     error: BaseException | None = None
 
-    def __init__(self, host: str, incarnation: int) -> None:
-        self.host, self.incarnation, self.pid = host, incarnation, 0
+    def __init__(self, host: str, fence: Fence) -> None:
+        self.host, self.fence, self.pid = host, fence, 0
         self._output, self._code = "", 0
         self._ended = threading.Event()
 
@@ -178,8 +171,8 @@ class Machine:
 
     name: str
     invitation: str
-    groups: dict[str, tuple[tuple[int, ...], bool]]
-    """The environments of each worker, and whether they evaluate."""
+    fences: dict[str, Fence]
+    """The environments of each worker; its incarnation is 0 before it is started."""
     joined: float
     """On the clock of `JoinedNodes`, as all times here."""
     heard: float
@@ -218,12 +211,12 @@ class Machine:
 
         policy = RestartPolicy(run.on_failure, run.max_restarts)
         kind = partial(Worker, role="env", function=int, restart=policy, node=self.name)
-        return [kind(name, health=partial(health, name)) for name in self.groups]
+        return [kind(name, health=partial(health, name)) for name in self.fences]
 
-    def orders(self) -> dict[str, Order]:
+    def orders(self) -> dict[str, Fence]:
         """What is to run there."""
         return {
-            _local(name): Order(*self.groups[name], worker.incarnation)
+            _local(name): worker.fence
             for name, worker in list(self.running.items())
             if worker.wait(0) is None
         }
@@ -233,7 +226,7 @@ class Machine:
         self.heard, self.why = now, _printable(report.why)
         for name, worker in list(self.running.items()):
             told = report.workers.get(_local(name))
-            if told is not None and told.incarnation == worker.incarnation:
+            if told is not None and told.incarnation == worker.fence.incarnation:
                 self.reports[name] = told.health
                 worker.take(told)
         self.rate.add(now, self.steps)
@@ -244,7 +237,7 @@ class Machine:
 
     def count(self, *, is_eval: bool) -> int:
         """Its environments of one kind."""
-        return sum(len(ids) for ids, evaluates in self.groups.values() if evaluates == is_eval)
+        return sum(len(each.ids) for each in self.fences.values() if each.is_eval == is_eval)
 
     @property
     def steps(self) -> int:
@@ -328,11 +321,8 @@ class JoinedNodes:
         with self._lock:
             self._over = why
         deadline = time.monotonic() + _GOODBYE_SECONDS
-        while time.monotonic() < deadline and self._present():
+        while time.monotonic() < deadline and any(m.state == "joined" for m in self.machines()):
             self._stop.wait(0.05)
-
-    def _present(self) -> bool:
-        return any(each.state == "joined" for each in self.machines())
 
     def machines(self) -> tuple[MachineStatus, ...]:
         """Those that have joined, then those that have left."""
@@ -357,7 +347,7 @@ class JoinedNodes:
             node = self._nodes.get(key)
             if node is None and known and not self._over:
                 node = self._nodes[key] = self._make_node(asked, caller.name)
-                log.info("%s has joined with %s", node.name, list(node.groups.values()))
+                log.info("%s has joined with %s", node.name, list(node.fences.values()))
                 self._supervisor.add(node, node.workers(self._run))
             if node is not None:
                 node.take(report, self._clock())
@@ -391,13 +381,14 @@ class JoinedNodes:
             raise Refused("This run plays its evaluations itself (eval_every): use --envs only.")
         self._check_disk(asked.envs + asked.eval_envs)
         name = self._unused_name(asked.host)
-        groups: dict[str, tuple[tuple[int, ...], bool]] = {}
+        fences: dict[str, Fence] = {}
         ids = self._free_ids(asked)
         for is_eval, own in ((False, ids[: asked.envs]), (True, ids[asked.envs :])):
             for mine in groups_of(own, size, run.actors):
-                groups[f"{name}/{'eval' if is_eval else 'env'}-{len(groups)}"] = (mine, is_eval)
+                kind = "eval" if is_eval else "env"
+                fences[f"{name}/{kind}-{len(fences)}"] = Fence(mine, is_eval, 0, invitation)
         now = self._clock()
-        return Machine(name, invitation, groups, now, now, self._start)
+        return Machine(name, invitation, fences, now, now, self._start)
 
     def _start(self, node: Machine, name: str) -> MachineWorker:
         """Start a worker with the next incarnation, which may act from then on.
@@ -407,7 +398,8 @@ class JoinedNodes:
         """
         with self._lock:
             self._newest += 1
-            worker = node.running[name] = MachineWorker(node.name, self._newest)
+            fence = replace(node.fences[name], incarnation=self._newest)
+            worker = node.running[name] = MachineWorker(node.name, fence)
             try:
                 self._write()
             except OSError:
@@ -417,11 +409,8 @@ class JoinedNodes:
 
     def _write(self) -> None:
         """Record which environments may act."""
-        fences = tuple(
-            Fence(*node.groups[name], worker.incarnation, node.invitation)
-            for node in self._nodes.values()
-            for name, worker in node.running.items()
-        )
+        nodes = self._nodes.values()
+        fences = tuple(each.fence for node in nodes for each in node.running.values())
         write_fences(self._run.logdir, Fences(self._newest, fences))
 
     def _free_ids(self, asked: Asked) -> tuple[int, ...]:
@@ -435,7 +424,7 @@ class JoinedNodes:
                     f"{wanted} more {kind} environments are too many: {joined} have joined, and "
                     f"there is room for {self._room[is_eval]} in the run's replay."
                 )
-        used = {envid for node in nodes for ids, _ in node.groups.values() for envid in ids}
+        used = {envid for node in nodes for each in node.fences.values() for envid in each.ids}
         free = (envid for envid in count(self._run.all_envs) if envid not in used)
         return tuple(islice(free, asked.envs + asked.eval_envs))
 

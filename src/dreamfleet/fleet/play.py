@@ -62,7 +62,7 @@ def eval_environments(
     # The policy is in this process, and its environments are next to it.
     name = "serial" if config.launcher == "serial" else "local"
     # In the temporary directory, which is removed also if this process is killed.
-    address = f"ipc://{config.logdir}/server" if name == "local" else "inproc://{auto}"
+    address = f"ipc://{config.logdir}/server"
 
     def health(group: Group) -> HealthRecord:
         return read_health(health_path(config, f"env-{group[0]}"))

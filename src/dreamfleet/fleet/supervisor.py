@@ -157,11 +157,8 @@ class Supervisor:
     def stop(self, reason: str = "stop", *, at_once: bool = False) -> None:
         """End the run in order, or kill every worker `at_once`; may be called from any thread and
         from signal handlers."""
-        self._events.put(lambda: reason)  # first: so the end of a worker is no failure
-        if at_once:
-            self._at_once = True
-            for member in self._members:
-                member.kill()
+        self._at_once = self._at_once or at_once
+        self._events.put(lambda: reason)
 
     def add(self, node: JoinedNode, workers: Sequence[Worker]) -> None:
         """Start workers on a machine that has joined, and restart them from then on; from any
@@ -257,7 +254,7 @@ class Supervisor:
         error = f"{member.name} {how}. The end of {member.log_file}:\n{member.output()}"
         policy, health = member.worker.restart, member.health()
         if policy.on_failure == "stop" or health.final:
-            raise FleetError(error) from member.error
+            raise FleetError(error) from member.running.error
         same = [each for each in self._members if each.budget == member.budget]
         progress = sum(each.health().progress for each in same)
         delay = self._failures.add(member.budget, error, policy, progress)
@@ -276,8 +273,7 @@ class Supervisor:
         by its name would be half a run in a new directory."""
         if not self._is_gone():
             return
-        for member in self._members:
-            member.kill()
+        self._at_once = True
         raise FleetError(
             f"The run's directory {self._logdir} was moved or removed while the run was under way, "
             "so it has ended without saving: resume it from where the directory is now."
@@ -323,9 +319,9 @@ class Supervisor:
         begin = deadline = time.monotonic()
         progress: list[int] = []
         asked = [member for member in members if member.alive]
-        for member in asked:
-            member.terminate()
-        while any(m.alive for m in asked):
+        for member in () if self._at_once else asked:
+            member.running.terminate()
+        while any(m.alive for m in asked) and not self._at_once:
             now = time.monotonic()
             if progress != (progress := [member.health().progress for member in asked]):
                 deadline = min(now, begin + _MOST_WAITS * seconds) + seconds
@@ -333,8 +329,10 @@ class Supervisor:
                 break
             with suppress(queue.Empty):
                 self._events.get(timeout=min(deadline - now, _LOOK_SECONDS))
+        for member in self._members if self._at_once else ():
+            member.running.kill()
         for member in asked:
-            if not member.end():
+            if not member.end() and not self._at_once:
                 waited = time.monotonic() - begin
                 self._say(
                     f"{member.name} did not stop within {waited:.0f} s and was killed; what it had "
@@ -382,21 +380,16 @@ class _Member:
         self.restarts = 0
         self.failure = ""
         self.env_failures = self.health().failures  # those before this supervisor are known
-        self._running: RunningWorker = _NotStarted()
-        self._killed = False  # because it cannot end in order
+        self.running: RunningWorker = _NotStarted()
         self._started = 0.0
 
     @property
     def alive(self) -> bool:
-        return self._running.wait(0) is None
+        return self.running.wait(0) is None
 
     @property
     def log_file(self) -> Path:
         return self.node.log_file(self.worker)
-
-    @property
-    def error(self) -> BaseException | None:
-        return self._running.error
 
     def health(self) -> HealthRecord:
         record = self.worker.health
@@ -408,39 +401,32 @@ class _Member:
         try:
             if isinstance(self.worker.health, Path):
                 Health(self.worker.health)  # clears what its predecessor was doing
-            self._running = self.node.start(self.worker)
+            self.running = self.node.start(self.worker)
         except OSError as error:  # no memory, no more processes, a full disk
-            self._running = _NotStarted(error)
+            self.running = _NotStarted(error)
         self._started = time.time()
-        return self._running
-
-    def terminate(self) -> None:
-        self._running.terminate()
-
-    def kill(self) -> None:
-        self._killed = True
-        self._running.kill()
+        return self.running
 
     def end(self) -> bool:
         """Kill it if it has not ended by itself; returns whether it had."""
         if not self.alive:
             return True
-        self._running.kill()
-        self._running.wait()
+        self.running.kill()
+        self.running.wait()
         return False
 
     def failed_to_end(self) -> str:
         """How it has failed, if it did, instead of doing what is done before it ends."""
-        code = self._running.wait(0)
+        code = self.running.wait(0)
         # A process that has not got so far that it could be asked is ended by the signal, or by
         # that of a scheduler.
-        if code in (0, STOPPED, *_ASKED) or code is None or self._killed:
+        if code in (0, STOPPED, *_ASKED) or code is None:
             return ""
         return self.describe_exit(code)
 
     def output(self) -> str:
         try:
-            return self._running.output()
+            return self.running.output()
         except OSError as error:  # its log cannot be read
             return str(error)
 
@@ -453,7 +439,7 @@ class _Member:
     def _how_and_why(self, code: int) -> tuple[str, str]:
         """The reason is its exception, or that it hung; empty if it did not say."""
         if code < 0:
-            return f"was killed by signal {-code}", str(self.error or "")[:_REASON_LENGTH]
+            return f"was killed by signal {-code}", str(self.running.error or "")[:_REASON_LENGTH]
         how = f"ended with code {code}"
         if is_full(folder := self.log_file.parent):  # it could not even write why
             return how, f"the disk of {folder} is full: make room, and the run continues"
@@ -468,7 +454,7 @@ class _Member:
         return how, [line for line in lines if line[:1].strip()][-1][:_REASON_LENGTH]
 
     def status(self, fleet: RunState) -> WorkerStatus:
-        running = self._running if self.alive else _NotStarted()
+        running = self.running if self.alive else _NotStarted()
         state: WorkerState = "starting"
         if running.pid:
             state = "running"

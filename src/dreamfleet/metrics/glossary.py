@@ -21,14 +21,14 @@ class Entry(NamedTuple):
 
 @cache
 def entries() -> tuple[Entry, ...]:
-    """All rows, in order; nothing if the page is missing."""
+    """All entries, in order; nothing if the page is missing."""
     path = next((place for place in _PLACES if place.is_file()), None)
     if path is None:
         return ()
     found = []
     for section in path.read_text().split("\n## ")[1:]:
         title = section.partition("\n")[0]
-        for name, sentence in re.findall(r"^\| `([^`]+)` \| *(.*?) *\|$", section, re.MULTILINE):
+        for name, sentence in re.findall(r"^- `([^`]+)`: (.*)$", section, re.MULTILINE):
             pattern = re.sub(r"[A-Z]+", ".+", re.escape(name))
             if title == "The agent":
                 pattern = f"(train|report|eval)/{pattern}"
@@ -39,7 +39,7 @@ def entries() -> tuple[Entry, ...]:
 
 
 def explain(key: str) -> Entry | None:
-    """The row about a metric; None for one that a user's agent or environment logs."""
-    # A row that names the metric exactly says more than one that stands for many.
+    """The entry about a metric; None for one that a user's agent or environment logs."""
+    # An entry that names the metric exactly says more than one that stands for many.
     fitting = [entry for entry in entries() if entry.pattern.fullmatch(key)]
     return min(fitting, key=lambda entry: entry.pattern.pattern.count(".+"), default=None)

@@ -36,7 +36,6 @@ if typing.TYPE_CHECKING:
         make_selector,
         used_fractions,
     )
-    from dreamfleet.replay.table import SizeEstimate
 
 __all__ = [
     "BatchOrderError",
@@ -57,7 +56,6 @@ __all__ = [
     "SchemaError",
     "Selector",
     "Shares",
-    "SizeEstimate",
     "Split",
     "StorageFullError",
     "Uniform",
@@ -72,7 +70,6 @@ _MODULES = {
         *("Draw", "Selector", "Uniform", "Recency", "Prioritized", "Mixture"),
         *("make_selector", "used_fractions"),
     ),
-    "table": ("SizeEstimate",),
 }
 _LATER = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -11,8 +11,6 @@ DreamfleetError
     └── RateLimitedError     a wait of the rate limiter ran into its timeout
 """
 
-from typing import Literal
-
 from dreamfleet.errors import DreamfleetError
 
 
@@ -45,16 +43,4 @@ class ReplayClosedError(ReplayError):
 
 
 class RateLimitedError(ReplayError, TimeoutError):
-    """The rate limiter did not let the caller through in time.
-
-    `who` waits until there are `missing` more of `unit`: "steps" that have to be collected, or
-    "sequences" that have to be sampled.
-    """
-
-    def __init__(
-        self, message: str, *, who: str, missing: int, unit: Literal["steps", "sequences"]
-    ) -> None:
-        super().__init__(message)
-        self.who = who
-        self.missing = missing
-        self.unit = unit
+    """The rate limiter did not let the caller through in time."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
 
 from dreamfleet.errors import ConfigError
 from dreamfleet.replay.errors import RateLimitedError
@@ -94,12 +93,6 @@ class SamplesPerInsert:
             self._avail -= count
             self._changed.notify_all()
 
-    def give_back(self, count: int = 1) -> None:
-        """Samples that were allowed are not taken after all."""
-        with self._changed:
-            self._avail += count
-            self._changed.notify_all()
-
     def finish(self, count: int) -> None:
         """Allow all inserts from now on, and at least `count` more samples. May be repeated."""
         with self._changed:
@@ -118,40 +111,26 @@ class SamplesPerInsert:
         with self._changed:
             self._finished = False
 
-    def save(self) -> dict[str, float]:
-        with self._changed:
-            return {"size": float(self._size), "avail": self._avail}
-
-    def load(self, state: Mapping[str, float]) -> None:
-        """Restore; whatever the settings were then, no more is owed than these allow."""
-        size, avail = int(state["size"]), float(state["avail"])
-        least, most = -max(self.debt, self.tolerance), self.tolerance * self.ratio
-        if size < self.minsize:
-            avail = -self.debt
-        elif self.ratio > 0:
-            avail = min(max(avail, least), most)
+    def start(self, size: int, avail: float) -> None:
+        """Go on with so many stored steps, and with what is owed by `Positions.owed`."""
         with self._changed:
             self._size, self._avail = size, avail
             self._changed.notify_all()
 
     def _no_insert(self, who: str) -> RateLimitedError:
         missing = math.floor(self._avail - self.tolerance * self.ratio) + 1
+        trained = "sequence is trained on" if missing == 1 else "sequences are trained on"
         return RateLimitedError(
-            f"{who} is ahead of training and waits until {missing} more "
-            + ("sequence is trained on." if missing == 1 else "sequences are trained on."),
-            who=who,
-            missing=missing,
-            unit="sequences",
+            f"{who} is ahead of training and waits until {missing} more {trained}."
         )
 
     def _no_sample(self, who: str) -> RateLimitedError:
         if self._size < self.minsize:
-            missing = self.minsize - self._size
-            text = (
+            return RateLimitedError(
                 f"{who} waits for the first steps: {self._size} of {self.minsize} were collected."
             )
-        else:
-            missing = math.floor((-self.tolerance - self._avail) / self.ratio) + 1
-            steps = "step" if missing == 1 else "steps"
-            text = f"{who} is ahead of collecting and waits for {missing} more {steps}."
-        return RateLimitedError(text, who=who, missing=missing, unit="steps")
+        missing = math.floor((-self.tolerance - self._avail) / self.ratio) + 1
+        steps = "step" if missing == 1 else "steps"
+        return RateLimitedError(
+            f"{who} is ahead of collecting and waits for {missing} more {steps}."
+        )

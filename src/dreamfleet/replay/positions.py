@@ -48,12 +48,12 @@ import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from dreamfleet.errors import ConfigError
 from dreamfleet.files import COUNTER_WORDS, DurableCounters, map_words
+from dreamfleet.replay.limiter import SamplesPerInsert
 
 log = logging.getLogger(__name__)
 
@@ -63,24 +63,6 @@ _STEPS, _SAMPLES, _OFFSET, _IMPORTING, _START, _UNCOUNTED, _SHARDS = range(7)
 _OTHERS = 7
 POSITIONS_FILE = "positions"
 """The name of the file."""
-
-
-class Limiter(Protocol):
-    """What decides how far a rate limiter may be out of balance."""
-
-    ratio: float
-    tolerance: float
-    minsize: int
-    debt: float
-
-
-def read_steps(path: Path) -> int:
-    """The steps of a run that its replay has noted in a file; 0 if there is none."""
-    try:
-        values = DurableCounters(np.fromfile(path, "<u8")).values
-    except (OSError, ValueError):
-        return 0
-    return sum(value or 0 for value in (*values[_STEPS : _STEPS + 1], *values[_OTHERS:]))
 
 
 class Positions:
@@ -197,7 +179,7 @@ class Positions:
         self._end_import(self.own)
         self.flush()
 
-    def owed(self, limiter: Limiter, size: int) -> float:
+    def owed(self, limiter: SamplesPerInsert, size: int) -> float:
         """Samples that learning owes, for a limiter that starts now.
 
             owed = -debt + ratio * (steps since the start of earning) + granted - samples since

@@ -35,7 +35,7 @@ from dreamfleet.replay.schema import (
 from dreamfleet.replay.selectors import Draw, Selector, Uniform
 from dreamfleet.replay.storage.files import EPISODES, DirectoryLock, remove_partial, scan
 from dreamfleet.replay.storage.journal import Journal, LeftBy, Source
-from dreamfleet.replay.table import SizeEstimate, Table
+from dreamfleet.replay.table import Table
 from dreamfleet.spaces import Space
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,8 @@ class Replay:
         capacity: Sequences kept; the oldest leave first.
         directory: Where chunk files live. One replay at a time may have it open.
         chunk: Steps in a chunk file. A directory that has chunks already keeps their size.
-        online: Whether training samples get each fresh, non-overlapping sequence once, first.
+        online: Whether training samples get each fresh, non-overlapping sequence once, first. Those
+            that wait when the replay is closed or killed are then sampled as all others.
         selector: How sequences are chosen otherwise; uniformly if not given. See `make_selector`.
         seed: Seed of the samples.
         max_bytes: Bound on the chunks' bytes; the oldest sequences leave when it is reached.
@@ -388,31 +389,6 @@ class Replay:
                 return False
             return bool(self._table.finished(self._ledger.read))
 
-    def save(self) -> dict[str, NDArray[Any]]:
-        """Sync, and return what is not in the directory: random state, counts, online queue."""
-        with self._lock:
-            self._check_open()
-            state: dict[str, NDArray[Any]] = dict(self._statistics.save())
-            state |= {f"rng/{mode}": _save_rng(rng) for mode, rng in self._rngs.items()}
-            if self._table:
-                state |= self._table.save_position()
-        # After that, so that the queue holds no steps that a power cut may still drop.
-        self.sync()
-        return state
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Restore what `save` returned, after the directory was opened.
-
-        Steps that came in since count as fresh: they are queued for online training.
-        """
-        with self._lock:
-            self._check_open()
-            for mode in _MODES:
-                _load_rng(self._rngs[mode], state[f"rng/{mode}"])
-            self._statistics.load(state)
-            if self._table:
-                self._table.load_position(state)
-
     def stats(self) -> dict[str, float]:
         """Counts since the replay was opened, and sizes now; `ticks` are all steps that ever came
         in, which a killed process does not forget."""
@@ -429,13 +405,8 @@ class Replay:
                 "ram_bytes": index + (0 if self.directory else data),
                 "disk_bytes": data if self.directory else 0,
                 "online_queue": len(table.online) if table else 0,
-                **self._statistics.summary(self.length),
+                **self._statistics.summary(),
             }
-
-    def size_when_full(self) -> SizeEstimate | None:
-        """Bytes of RAM and disk at full capacity; None before the first step is known."""
-        with self._lock:
-            return self._table.size_when_full() if self._table else None
 
     def sync(self) -> None:
         """Write everything to the disk itself, so that it survives a power cut.
@@ -636,41 +607,10 @@ class _Statistics:
         self._ages.extend(ages.tolist())
         self.samples += len(ages)
 
-    def save(self) -> dict[str, NDArray[np.int64]]:
-        counts = {f"count/{name}": np.array(getattr(self, name), np.int64) for name in _COUNTERS}
-        return {**counts, "ages": np.array(self._ages, np.int64)}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        for name in _COUNTERS:
-            setattr(self, name, int(state[f"count/{name}"]))
-        self._ages = deque(map(int, state.get("ages", ())), _RECENT)  # older versions had none
-
-    def summary(self, length: int) -> dict[str, float]:
+    def summary(self) -> dict[str, float]:
         ages = self._ages
         return {
             **{name: getattr(self, name) for name in _COUNTERS},
-            "replay_ratio": self.samples * length / max(1, self.inserts),
             "sample_age_mean": sum(ages) / max(1, len(ages)),
             "sample_age_max": float(max(ages, default=0)),
         }
-
-
-_WORD = (1 << 64) - 1
-
-
-def _save_rng(rng: np.random.Generator) -> NDArray[np.uint64]:
-    """The state of a PCG64 generator as six words."""
-    state: Any = rng.bit_generator.state
-    big, step = state["state"]["state"], state["state"]["inc"]
-    words = [big & _WORD, big >> 64, step & _WORD, step >> 64]
-    return np.array([*words, state["has_uint32"], state["uinteger"]], np.uint64)
-
-
-def _load_rng(rng: np.random.Generator, words: Any) -> None:
-    low, high, step_low, step_high, has_half, half = (int(word) for word in words)
-    rng.bit_generator.state = {
-        "bit_generator": "PCG64",
-        "state": {"state": high << 64 | low, "inc": step_high << 64 | step_low},
-        "has_uint32": has_half,
-        "uinteger": half,
-    }

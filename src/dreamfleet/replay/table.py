@@ -15,8 +15,6 @@ and only then does anything old leave.
 
 from __future__ import annotations
 
-import json
-import shutil
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,13 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
-from dreamfleet.formatting import readable
 from dreamfleet.replay.episodes import Finished, Ledger, Scores
 from dreamfleet.replay.errors import StorageFullError
-from dreamfleet.replay.schema import Schema, StreamId, is_imported
+from dreamfleet.replay.schema import Schema, StreamId
 from dreamfleet.replay.storage.journal import Journal, Source
 from dreamfleet.replay.storage.store import MAX_SLOTS, Ints, Store
 
@@ -43,15 +39,6 @@ SLACK = 4096
 """Items that may be pushed before old ones have to leave."""
 _NONE = -1
 _LEAST_PATIENCE = 1024
-_INDEX_BYTES_PER_ITEM = 8
-_PRIORITY_BYTES_PER_ITEM = 8 + 8 + 4
-
-
-class SizeEstimate(NamedTuple):
-    """Bytes that a replay takes at full capacity."""
-
-    ram: int
-    disk: int
 
 
 class _Places(NamedTuple):
@@ -475,37 +462,15 @@ class Table:
             f"writing: raise max_bytes, or lower `chunk` ({self.store.steps} steps)."
         )
 
-    # --- how much it takes -----------------------------------------------------------------------
-
-    def size_when_full(self) -> SizeEstimate:
-        """Bytes of RAM and disk at full capacity.
-
-        In addition to the chunks for all items, each stream has a first chunk that is partly used,
-        the one it writes, and those that only the end of an item reaches into.
-        """
-        store, capacity = self.store, self.capacity
-        partly_used = len(self.streams) * (2 + (self.length - 1) // store.steps)
-        data = (-(-capacity // store.steps) + partly_used) * store.chunk_bytes
-        if self.max_bytes is not None:
-            data = min(data, self.max_bytes)
-        index = capacity * (
-            _INDEX_BYTES_PER_ITEM + (_PRIORITY_BYTES_PER_ITEM if self.priorities else 0)
-        )
-        if store.directory is None:
-            return SizeEstimate(ram=index + data, disk=0)
-        return SizeEstimate(ram=index, disk=data)
-
     def shortages(self) -> list[str]:
-        """One sentence for each bound, or resource of the machine, that is too small for the
-        capacity."""
-        store, capacity, streams = self.store, self.capacity, len(self.streams)
-        full, problems = self.size_when_full(), []
+        """One sentence for each bound that is too small for the capacity."""
+        store, streams, problems = self.store, len(self.streams), []
         most, most_bytes = store.slots * store.steps, store.slots * store.chunk_bytes
-        if capacity > most and (self.max_bytes is None or self.max_bytes > most_bytes):
+        if self.capacity > most and (self.max_bytes is None or self.max_bytes > most_bytes):
             problems.append(
                 f"The replay can hold about {most:,} sequences in {store.slots:,} chunks, not its "
-                f"capacity of {capacity:,}: lower it, or raise `chunk` ({store.steps} steps) where "
-                "chunks are small."
+                f"capacity of {self.capacity:,}: lower it, or raise `chunk` ({store.steps} steps) "
+                "where chunks are small."
             )
         if self.max_bytes is not None and self.max_bytes < 2 * streams * store.chunk_bytes:
             problems.append(
@@ -513,61 +478,4 @@ class Table:
                 f"{store.chunk_bytes:,} bytes for each of {streams} streams, so few sequences will "
                 f"last: raise max_bytes, or lower `chunk` ({store.steps} steps)."
             )
-        on_disk = store.directory is not None
-        free = psutil.virtual_memory().available + (0 if on_disk else self.data_bytes)
-        if full.ram > free:
-            problems.append(
-                f"The replay needs {readable(full.ram)}B of memory when full, but the machine has "
-                f"{readable(free)}B free: lower its capacity"
-                + ("." if on_disk else ", or give it a directory.")
-            )
-        if store.directory is not None:
-            try:
-                free = shutil.disk_usage(store.directory).free + self.data_bytes
-            except FileNotFoundError:
-                return problems  # the next write fails with an error of its own
-            if full.disk > free:
-                problems.append(
-                    f"The replay needs {readable(full.disk)}B of disk when full, but "
-                    f"{store.directory} has {readable(free)}B free: lower replay.capacity "
-                    "or set replay.max_bytes."
-                )
         return problems
-
-    # --- checkpoints -----------------------------------------------------------------------------
-
-    def save_position(self) -> dict[str, NDArray[Any]]:
-        """The online queue, and how far each stream's online windows are.
-
-        Items get other numbers when a directory is opened again. The anchor tells by how much: the
-        number that the next item had when a certain tick was the newest.
-        """
-        names = json.dumps(list(self.streams)).encode()
-        return {
-            "anchor": np.array([self.journal.committed, self.high], np.int64),
-            "online/queue": np.array(self.online, np.int64),
-            "online/streams": np.frombuffer(names, np.uint8),
-            "online/started": self._started[list(self.streams.values())],
-        }
-
-    def load_position(self, state: Mapping[str, Any]) -> None:
-        """Restore the queue, and extend it by the windows that were completed since."""
-        if "anchor" not in state:
-            return
-        tick, number = (int(value) for value in state["anchor"])
-        since = self.items_until(tick)
-        names = json.loads(np.asarray(state["online/streams"], np.uint8).tobytes())
-        started = dict(zip(names, np.asarray(state["online/started"]).tolist(), strict=True))
-        queue = [np.asarray(state["online/queue"], np.int64) + since - number]
-        later = np.arange(since, self.high)
-        chains = self.owner[self.starts(later)[0]]
-        for stream, chain in self.streams.items():
-            if is_imported(stream):
-                continue
-            # A stream that began after the checkpoint is fresh from its first item on.
-            mine = later[chains == chain]
-            ordinals = started.get(stream, 0) + np.arange(len(mine))
-            queue.append(mine[ordinals % self.length == 1 % self.length])
-            self._started[chain] = started.get(stream, 0) + len(mine)
-        fresh = np.unique(np.concatenate(queue))
-        self.online = deque(fresh[fresh >= self.low].tolist())

@@ -32,10 +32,18 @@ from dreamfleet.roles.logger_client import LoggerClient, video_env
 from dreamfleet.roles.policy_batches import Carries, padded_policy, policy_sizes
 from dreamfleet.roles.progress import Progress, hang_up_in_time
 from dreamfleet.roles.runtime import POLL_SECONDS, ActorFailed
-from dreamfleet.roles.scaling.shards import ReplayClient, Reply, replay_client
+from dreamfleet.roles.scaling.shards import ReplayClient, Reply
 from dreamfleet.spaces import FLAGS, LOG_PREFIX, RESET, is_frame, without_logs
-from dreamfleet.transport import BatchServer, Client, Closed, Future, TransportError
+from dreamfleet.transport import (
+    BatchServer,
+    Client,
+    Closed,
+    Future,
+    TransportError,
+    shared_arrays,
+)
 from dreamfleet.transport.address import AUTO
+from dreamfleet.transport.slab import Allocate
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +91,7 @@ def serve_actor(
     """
     name = server_name("actor", index)
     with (
-        replay_client(args, f"{name}-replay", _IN_FLIGHT) as replay,
+        ReplayClient(args, f"{name}-replay", _IN_FLIGHT) as replay,
         LoggerClient(args, f"{name}-logger", _LOGGED_IN_FLIGHT) as logger,
         hang_up_in_time(progress, logger, replay),
     ):
@@ -257,13 +265,13 @@ class Actor:
                 continue
             if frames := self._video.frames(batch.envids, batch.steps):
                 if together:
-                    yield Transitions.join(together), {}
+                    yield Transitions.join(together, self._replay.memory), {}
                     together = []
                 yield batch, frames
             else:
                 together.append(batch)
         if together:
-            yield Transitions.join(together), {}
+            yield Transitions.join(together, self._replay.memory), {}
 
     def _store(self, part: Transitions, is_eval: bool) -> None:
         self._sequence += 1
@@ -397,15 +405,21 @@ class Transitions:
         )
 
     @staticmethod
-    def join(parts: Sequence[Transitions]) -> Transitions:
-        """The rows of all parts, in order."""
+    def join(parts: Sequence[Transitions], allocate: Allocate) -> Transitions:
+        """The rows of all parts, in order; steps where they are sent from, if there is memory."""
         if len(parts) == 1:
             return parts[0]
-        first = parts[0]
+        first, rows = parts[0], sum(map(len, parts))
+        shapes = {
+            key: ((rows, *value.shape[1:]), value.dtype) for key, value in first.steps.items()
+        }
+        steps = shared_arrays(allocate, shapes)
+        for key, array in steps.items():
+            np.concatenate([part.steps[key] for part in parts], out=array)
         return Transitions(
             np.concatenate([part.envids for part in parts]),
             np.concatenate([part.is_eval for part in parts]),
-            {key: np.concatenate([part.steps[key] for part in parts]) for key in first.steps},
+            steps,
             {key: np.concatenate([part.logs[key] for part in parts]) for key in first.logs},
         )
 

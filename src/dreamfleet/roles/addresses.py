@@ -80,7 +80,7 @@ def listen_address(args: RunConfig, role: RoleName, index: int = 0) -> str:
     address: str = getattr(args, f"{role}_addr").replace(HOST, _host)
     if not index or AUTO in address:
         return address
-    if address.startswith(("ipc://", "inproc://")):
+    if address.startswith("ipc://"):
         return f"{address}-{index}"
     first = parse(address)
     return parse(replace(first, port=first.port + index).text).text

@@ -30,7 +30,17 @@ from dreamfleet.roles.runtime import (
     user_code,
 )
 from dreamfleet.spaces import RESET, without_reset
-from dreamfleet.transport import Block, Client, Closed, Disconnected, Future, Occupied, RemoteError
+from dreamfleet.transport import (
+    Block,
+    Client,
+    Closed,
+    Disconnected,
+    Future,
+    Occupied,
+    RemoteError,
+    renew,
+)
+from dreamfleet.transport.slab import Allocate
 
 log = logging.getLogger(__name__)
 
@@ -219,6 +229,7 @@ class Lane:
         how many."""
         if self.reply is not None and not self.take():
             return 0
+        self._block.begin(client.memory)
         obs = self._observe()
         if obs is not None:
             self.reply = client.call_block("act", obs)
@@ -458,7 +469,12 @@ class ObservationBlock:
             "failures": np.zeros(self._size, np.int64),
         }
         self._block: Block | None = None
-        self._arrays: dict[str, NDArray[Any]] = {}
+        self._keys: list[str] = []  # of what is observed
+
+    def begin(self, allocate: Allocate) -> None:
+        """Have the next observations written where they are sent from, if there is such memory."""
+        if self._block is not None:
+            renew(self._block, allocate, self._fixed)
 
     def put(self, row: int | slice, obs: Mapping[str, Any], failures: int) -> None:
         """Write the observation of one environment, or all rows of a vectorised one, and how often
@@ -469,9 +485,9 @@ class ObservationBlock:
             shapes = {key: (self._size, *value.shape[drop:]) for key, value in first.items()}
             arrays = {key: np.zeros(shapes[key], value.dtype) for key, value in first.items()}
             self._block = Block({**self._fixed, **arrays})
-            self._arrays = {key: self._block[key] for key in arrays}
-        for key, array in self._arrays.items():
-            array[row] = obs[key]
+            self._keys = list(arrays)
+        for key in self._keys:
+            self._block[key][row] = obs[key]
         self._block["failures"][row if isinstance(row, int) else 0] = failures
 
     def rows(self, present: Sequence[int]) -> dict[str, NDArray[Any]] | None:

@@ -39,10 +39,6 @@ def groups_of(ids: Sequence[int], size: int, actors: int = 1) -> list[Group]:
     )
 
 
-def no_tick() -> None:
-    """Shows nothing."""
-
-
 class EpisodeServer:
     """Serves environments, and plays rounds of complete episodes with them.
 
@@ -108,7 +104,7 @@ class EpisodeServer:
             self._changed.notify_all()
 
     def play(
-        self, agent: Player, mode: Mode, episodes: int, tick: Callable[[], None] = no_tick
+        self, agent: Player, mode: Mode, episodes: int, tick: Callable[[], None] = lambda: None
     ) -> list[Played]:
         """Play so many episodes, shared out evenly.
 

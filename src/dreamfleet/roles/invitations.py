@@ -7,6 +7,7 @@ directory, a file each, so that they can be made and revoked while the run goes 
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from contextlib import suppress
@@ -27,7 +28,6 @@ from dreamfleet.transport.address import Address
 FOLDER = "invitations"
 ROLE = "env"
 """The role of a machine that holds an invitation."""
-_SETTLED_NS = 2_000_000_000
 FIRST = "first"
 """The name of the invitation that a run makes by itself."""
 _SCHEME = "dreamfleet"
@@ -196,38 +196,31 @@ class Invited:
 
     def __init__(self, logdir: Path) -> None:
         self._logdir = logdir
-        self._written = -1
-        self._names: dict[bytes, str] = {}
-        self._revoked: frozenset[str] = frozenset()
+        # The files, and what they say; all at once, because several threads ask.
+        self._known: tuple[set[tuple[str, int]], dict[bytes, Invitation]] = (set(), {})
 
     def identify(self, public: bytes) -> Identity | None:
         """What a public key stands for; None for a stranger's."""
-        self._read()
-        name = self._names.get(public)
-        return None if name is None or name in self._revoked else Identity(ROLE, name)
+        found = self._read().get(public)
+        return None if found is None or found.revoked else Identity(ROLE, found.name)
 
     def revoked(self) -> frozenset[str]:
         """The names of invitations that are not good any more."""
-        self._read()
-        return self._revoked
+        return frozenset(each.name for each in self._read().values() if each.revoked)
 
-    def _read(self) -> None:
-        try:
-            written = (self._logdir / FOLDER).stat().st_mtime_ns
+    def _read(self) -> dict[bytes, Invitation]:
+        """All invitations by their public keys."""
+        try:  # a file that was replaced has another inode
+            files = {(each.name, each.inode()) for each in os.scandir(self._logdir / FOLDER)}
         except OSError:
-            return
-        if written == self._written:
-            return
-        known = invitations(self._logdir)
-        # A file may still be added within the tick of the clock that was read.
-        settled = abs(time.time_ns() - written) > _SETTLED_NS
-        self._written = written if settled else -1
-        self._names, revoked = {}, set()
-        for each in known:
-            with suppress(TransportError):  # a damaged file is no invitation
-                self._names[RoleKey.from_text(each.key).public] = each.name
-                revoked |= {each.name} if each.revoked else set()
-        self._revoked = frozenset(revoked)
+            return self._known[1]
+        if files != self._known[0]:
+            found = {}
+            for each in invitations(self._logdir):
+                with suppress(TransportError):  # a damaged file is no invitation
+                    found[RoleKey.from_text(each.key).public] = each
+            self._known = files, found
+        return self._known[1]
 
 
 def invited(args: RunConfig) -> Invited | None:

@@ -19,14 +19,15 @@ from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.formatting import readable
 from dreamfleet.metrics import Aggregate, Timer, Usage
+from dreamfleet.replay.replay import Mode
 from dreamfleet.roles.health import STARTED, health_path
 from dreamfleet.roles.logger_client import LoggerClient
 from dreamfleet.roles.policy_batches import policy_sizes
-from dreamfleet.roles.progress import LOOK_AHEAD, Progress, hang_up_in_time, limiter_for
+from dreamfleet.roles.progress import Progress, hang_up_in_time, limiter_for
 from dreamfleet.roles.runtime import POLL_SECONDS
 from dreamfleet.roles.saver import Saver
 from dreamfleet.roles.scaling.parameters import serve_parameters
-from dreamfleet.roles.scaling.shards import ChunkToShard, ReplayClient, Reply, replay_client
+from dreamfleet.roles.scaling.shards import ReplayClient, Reply
 from dreamfleet.roles.scaling.sync import Sync
 from dreamfleet.transport import Client, Closed, TransportError
 
@@ -38,6 +39,8 @@ longer times, up to `save_every`."""
 _CONFIRM_SECONDS = 0.02  # between two looks whether all steps are confirmed
 _BATCH_SECONDS = 0.1  # after which a learner without a batch does what else is due
 _FLUSH_SECONDS = 5.0
+_IN_FLIGHT = 8  # calls to a shard without a reply, most of them updates
+_AHEAD = 2  # batches that are requested before they are needed
 _ROWS_ON_THEIR_WAY = 4  # from an actor at most: so many times the limiter's tolerance
 _COMPILING = (
     "the learner is compiling the agent; the first time takes 20 s with a small model and minutes "
@@ -63,15 +66,13 @@ def parallel_learner(
         progress: Shared with the actor; None if there is none.
         sync: The hosts that learn together; None if this is the only one.
     """
-    progress, shards = progress or Progress(args.steps), ChunkToShard()
+    progress = progress or Progress(args.steps)
     with (
-        replay_client(args, "learner-samples", LOOK_AHEAD, shards) as samples,
-        replay_client(args, "learner-reports", 2 * LOOK_AHEAD) as reports,
-        replay_client(args, "learner-updates", 4, shards) as updates,
+        ReplayClient(args, "learner", _IN_FLIGHT) as replay,
         LoggerClient(args, "learner-logger", 8) as logger,
     ):
-        saver = Saver(agent, args, progress, updates, logger, sync)
-        learner = Learner(agent, args, progress, saver, reports, updates, logger, sync=sync)
+        saver = Saver(agent, args, progress, replay, logger, sync)
+        learner = Learner(agent, args, progress, saver, replay, logger, sync)
         learner.restore()  # parameters, updates, positions
         policy_first = learner.prepare()
         learner.pretrain()
@@ -80,8 +81,8 @@ def parallel_learner(
             if policy_first:
                 learner.compile(policy=False)
             progress.prepared = True
-            with hang_up_in_time(progress, logger, samples, reports, updates):
-                learner.run(samples)
+            with hang_up_in_time(progress, logger, replay):
+                learner.run()
                 saver.save()
                 with suppress(TransportError):
                     # The reply to a later call: the last metrics have arrived.
@@ -97,14 +98,12 @@ class Learner:
         args: RunConfig,
         progress: Progress,
         saver: Saver,
-        reports: ReplayClient,
-        updates: ReplayClient,
+        replay: ReplayClient,
         logger: Client,
-        ahead: int = LOOK_AHEAD,
         sync: Sync | None = None,
     ) -> None:
         self._agent, self._args, self._progress = agent, args, progress
-        self._saver, self._updates, self._logger = saver, updates, logger
+        self._saver, self._replay, self._logger = saver, replay, logger
         self._health = saver.health
         self._sync = sync or Sync()
         self.publish: Callable[[], None] = lambda: None
@@ -117,7 +116,6 @@ class Learner:
         self.aggregate = Aggregate()
         """Metrics of the updates since the last ones were logged."""
         self._timer, self._usage = Timer(), Usage()
-        self._reports = {mode: RemoteStream(reports, mode, ahead) for mode in ("report", "eval")}
         self._carry: Any = None
         self._results: tuple[Any, Any] | None = None  # of the last update
         self._written: deque[Reply] = deque()  # states that are on their way to the replay
@@ -125,13 +123,9 @@ class Learner:
         self._tracing, self._made = ExitStack(), 0  # a profile, and updates for it
         self._should_save = LocalClock(args.save_every, early=EARLY_SECONDS)
 
-    def run(self, samples: ReplayClient) -> None:
-        """Train until learning is over.
-
-        Args:
-            samples: For requests of training batches.
-        """
-        with closing(BatchQueue(self._agent.stream(self._batches(samples)))) as batches:
+    def run(self) -> None:
+        """Train until learning is over."""
+        with closing(BatchQueue(self._agent.stream(self._batches()))) as batches:
             for agreed in self._rounds(batches):  # in which all hosts decide alike
                 train = agreed.all("ready")
                 with self._tolerant():
@@ -155,8 +149,8 @@ class Learner:
             self.end_trace()
             self.log()
 
-    def update(self, batch: Mapping[str, Any], *, at_once: bool = False) -> None:
-        """Train on a batch; with `at_once` its results are there when this returns."""
+    def update(self, batch: Mapping[str, Any]) -> None:
+        """Train on a batch; `process` takes its results, now or with the next update."""
         if self._args.profile:
             self._trace()
         with self._timer.section("train"):
@@ -171,8 +165,6 @@ class Learner:
             # one is under way.
             self.process()
             self._results = outs, metrics
-            if at_once:
-                self.process()
         self._saver.note_end()
         self.publish()
 
@@ -183,7 +175,7 @@ class Learner:
         (outs, metrics), self._results = self._results, None
         if "replay" in outs:
             states = {key: np.asarray(value) for key, value in outs["replay"].items()}
-            self._written.append(self._updates.update(states))
+            self._written.append(self._replay.update(states))
             # An agent whose states are refused ends, rather than learns from older ones.
             while self._written and self._written[0].done():
                 self._written.popleft().result()
@@ -224,8 +216,8 @@ class Learner:
             return False
         self._report_health()
         try:
-            if not self._updates.grant(left * args.host_batch).result():
-                self._saver.give_up()
+            if not self._replay.grant(left * args.host_batch).result():
+                self._health.give_up()
                 raise ConfigError(
                     f"pretrain={args.pretrain} needs {limiter_for(args).minsize} steps in prefill, "
                     "which holds fewer: add sources, or lower batch_size or batch_length."
@@ -246,7 +238,7 @@ class Learner:
                     policy_batches=policy_sizes(self._args) if policy else (),
                 )
             except ConfigError:
-                self._saver.give_up()
+                self._health.give_up()
                 raise
             if needed := memory(self._agent):
                 text = _memory_in_words(needed)
@@ -375,7 +367,7 @@ class Learner:
             return
         sequences, sent = self.updates_left() * self._args.host_batch, self._progress.sent
         with self._tolerant():
-            self._finishing = self._updates.finish(sequences), sent
+            self._finishing = self._replay.finish(sequences), sent
 
     def _owed(self, steps: int) -> int:
         """Updates that `train_ratio` asks for and that were not made, because nothing was trained
@@ -392,23 +384,16 @@ class Learner:
         limiter = limiter_for(args)
         on_their_way = (1 + _ROWS_ON_THEIR_WAY * args.actors) * limiter.tolerance
         held = limiter.ratio * (limiter.minsize + on_their_way) + limiter.debt
-        most = int(self._saver.fills * held / args.host_batch) + LOOK_AHEAD
+        most = int(held / args.host_batch) + _AHEAD
         return max(0, min(asked - self._saver.updates, most))
 
     # --- batches, profiles, metrics --------------------------------------------------------------
 
-    def _batches(self, samples: ReplayClient) -> Iterator[dict[str, Any]]:
+    def _batches(self) -> Iterator[dict[str, Any]]:
         """Training batches from the replay, until learning is over."""
-        stream = RemoteStream(
-            samples, "train", known=self._saver.samples, batch=self._args.host_batch
-        )
-        while True:
-            try:
-                batch = stream.take()
-            except Closed:
-                return
-            assert batch is not None, "the replay waits until there is enough to train on"
-            yield batch
+        with suppress(Closed):
+            while True:
+                yield self._replay.sample("train")
 
     def _trace(self) -> None:
         """Let the agent write a profile of a few updates, after the first ones."""
@@ -426,7 +411,7 @@ class Learner:
         """Tell the logger how learning is doing, which may be `waiting` for a batch."""
         self._report_health(waiting=waiting)
         if self._args.actors > 1:
-            self._saver.recount()
+            self._saver.newest_position()
         now, updates, steps = time.monotonic(), self._saver.updates, self._progress.step
         seconds, trained, collected = (
             new - old for new, old in zip((now, updates, steps), self._since, strict=True)
@@ -451,24 +436,22 @@ class Learner:
     def report(self) -> None:
         """What the agent reports about training and evaluation data, as far as there is any."""
         with self._timer.section("report"):
-            self._report()
-
-    def _report(self) -> None:
-        for mode, stream in self._reports.items():
-            carry = self._agent.init_report(self._args.host_batch)
-            aggregate = Aggregate()
-            for _ in range(self._args.report_batches):
-                batch = None if self._progress.stopped else stream.take()
-                if not self._sync.agree("report", batch is not None) or batch is None:
-                    break
-                carry, metrics = self._agent.report(carry, batch)
-                aggregate.add(metrics)
-            if found := aggregate.result(prefix=mode):
-                self._logger.add(self._progress.step, _sendable(found))
+            modes: tuple[Mode, ...] = ("report", "eval")
+            for mode in modes:
+                carry = self._agent.init_report(self._args.host_batch)
+                aggregate = Aggregate()
+                for _ in range(self._args.report_batches):
+                    batch = {} if self._progress.stopped else self._replay.sample(mode)
+                    if not self._sync.agree("report", bool(batch)):
+                        break
+                    carry, metrics = self._agent.report(carry, batch)
+                    aggregate.add(metrics)
+                if found := aggregate.result(prefix=mode):
+                    self._logger.add(self._progress.step, _sendable(found))
 
 
 class BatchQueue:
-    """Batches that a thread waits for, one at a time."""
+    """Batches that a thread waits for: the next one while the learner trains on the one before."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
@@ -477,64 +460,20 @@ class BatchQueue:
 
     def ready(self) -> bool:
         """Whether there is a batch; waits a moment for it. There is none after the last one."""
-        if self._next is None:
-            self._next = self._thread.submit(next, self._batches, None)
+        self._next = self._next or self._request()
         return bool(wait([self._next], _BATCH_SECONDS).done) and self._next.result() is not None
 
     def take(self) -> Any:
         """The batch that is ready."""
         assert self._next is not None
-        batch, self._next = self._next.result(), None
+        batch, self._next = self._next.result(), self._request()
         return batch
+
+    def _request(self) -> Future[Any]:
+        return self._thread.submit(next, self._batches, None)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
-
-
-class RemoteStream:
-    """The batches of one of the replay's streams, requested ahead of their use.
-
-    Nothing is requested before the first batch is wanted: what the replay has then is newer.
-
-    Args:
-        client: Of the replay.
-        mode: Which of the streams.
-        ahead: How many are requested, at least the one that is wanted.
-        known: Samples that the replay has counted, if it counts those of this stream.
-        batch: Samples in a batch.
-    """
-
-    def __init__(
-        self,
-        client: ReplayClient,
-        mode: str,
-        ahead: int = LOOK_AHEAD,
-        known: int | None = None,
-        batch: int = 0,
-    ) -> None:
-        self._client, self._ahead = client, ahead
-        self._known, self._batch = known, batch
-        self._method = f"sample_batch_{mode}"
-        self._requested: deque[Reply] = deque()
-
-    def take(self) -> dict[str, Any] | None:
-        """The next batch; None if the replay has too little data for one."""
-        while len(self._requested) < max(1, self._ahead):
-            self._request()
-        batch: dict[str, Any] = self._requested.popleft().result()
-        if not batch:
-            # Those requested at the same time are as empty, and would be stale by the next time.
-            self._requested.clear()
-            return None
-        if self._ahead:
-            self._request()
-        return batch
-
-    def _request(self) -> None:
-        known = () if self._known is None else (self._known,)
-        self._requested.append(self._client.call(self._method, *known))
-        if self._known is not None:
-            self._known += self._batch
 
 
 def _sendable(metrics: dict[str, Any]) -> dict[str, Any]:

@@ -147,9 +147,6 @@ class Logger:
         self._recent_eval: deque[float] = deque(maxlen=RECENT_EPISODES)
         if args.eval_envs and not args.eval_every:  # else those in the file are of another time
             self._recent_eval.extend(self._scores["eval"].last)
-        self._target = args.target_score
-        self._by_evaluation = bool(args.eval_envs or args.eval_every)
-        self._enough = 1 if args.eval_every else RECENT_EPISODES  # a round is one mean
         self._newest: dict[str, float | str] = {}
         self._taken: dict[str, int] = {}  # the newest message of each source
         # The newest step that metrics were written with: a logger that is started again goes on
@@ -159,11 +156,6 @@ class Logger:
         step = self._written.values[0]
         self._step = _UNKNOWN if step is None else step
         self.health = Health(health_path(args, "logger"))
-
-    @property
-    def step(self) -> int:
-        """The newest step known; -1 if none is."""
-        return self._step
 
     def tran(
         self,
@@ -185,14 +177,10 @@ class Logger:
             if not self._is_new(source, number):
                 return self._target_reached()
             self._advance(step)
-            train, recorded = ~is_eval, envids == self._video
-            if frames and recorded.any():
-                train &= ~recorded
-                self._follow(self._train, envids, recorded, transitions, frames)
-            if train.any():
-                self._follow(self._train, envids, train, transitions)
-            if is_eval.any():
-                self._follow(self._eval, envids, is_eval, transitions)
+            recorded = (envids == self._video) & bool(frames)
+            self._follow(self._train, envids, recorded, transitions, frames)
+            self._follow(self._train, envids, ~is_eval & ~recorded, transitions, {})
+            self._follow(self._eval, envids, is_eval, transitions, {})
             return self._target_reached()
 
     def _is_new(self, source: str, number: int) -> bool:
@@ -270,12 +258,14 @@ class Logger:
         envids: NDArray[np.int64],
         rows: NDArray[np.bool_],
         transitions: dict[str, NDArray[Any]],
-        frames: dict[str, NDArray[Any]] | None = None,
+        frames: dict[str, NDArray[Any]],
     ) -> None:
+        if not rows.any():
+            return
         if not rows.all():
             envids = envids[rows]
             transitions = {key: value[rows] for key, value in transitions.items()}
-        for episode in episodes.add(envids, {**transitions, **(frames or {})}):
+        for episode in episodes.add(envids, {**transitions, **frames}):
             self._finish(episode, "eval" if episodes is self._eval else "episode")
 
     def _finish(self, episode: Episode, prefix: str) -> None:
@@ -286,12 +276,14 @@ class Logger:
 
     def _target_reached(self) -> bool:
         """Whether recent episodes score enough: evaluation episodes if the run has any."""
+        args = self._args
         # Evaluation environments may also come with machines that join.
-        evaluated = self._by_evaluation or bool(self._recent_eval)
+        evaluated = args.eval_envs or args.eval_every or self._recent_eval
         judged = self._recent_eval if evaluated else self._recent
-        if self._target is None or len(judged) < self._enough:
+        enough = 1 if args.eval_every else RECENT_EPISODES  # a round is one mean
+        if args.target_score is None or len(judged) < enough:
             return False
-        return float(np.mean(judged)) >= self._target
+        return float(np.mean(judged)) >= args.target_score
 
     def add(self, step: Step, metrics: dict[str, Any], source: str = "", number: Count = 0) -> None:
         """Write metrics at the newest step known, which a negative one stands for; those of a round

@@ -6,12 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from dreamfleet.config import RunConfig
 from dreamfleet.replay import SamplesPerInsert
 from dreamfleet.roles.logger_client import LoggerClient
 from dreamfleet.roles.runtime import POLL_SECONDS
+from dreamfleet.roles.scaling.shards import ReplayClient
 
 _END_SECONDS = 5.0
 
@@ -142,14 +142,10 @@ class Progress:
         self.finished.set()
 
 
-class Closable(Protocol):
-    """A client."""
-
-    def close(self, flush: float = ..., /) -> None: ...
-
-
 @contextmanager
-def hang_up_in_time(progress: Progress, logger: LoggerClient, *replays: Closable) -> Iterator[None]:
+def hang_up_in_time(
+    progress: Progress, logger: LoggerClient, replay: ReplayClient
+) -> Iterator[None]:
     """While the block runs: close the clients when the end may not wait for their servers any
     longer. Every call that waits then fails with `Closed`. The end never waits for a logger that
     answers nothing."""
@@ -161,8 +157,8 @@ def hang_up_in_time(progress: Progress, logger: LoggerClient, *replays: Closable
             # Steps may wait for the logger, so that one that is silent leaves time for the replay.
             logger.give_up_if_silent(_END_SECONDS / 2 if progress.stopped else _END_SECONDS)
             if not progress.seconds_left():
-                for client in (logger, *replays):
-                    client.close(0.0)
+                logger.close(0.0)
+                replay.close(0.0)
                 return
 
     threading.Thread(target=watch, name="end", daemon=True).start()
@@ -173,9 +169,6 @@ def hang_up_in_time(progress: Progress, logger: LoggerClient, *replays: Closable
 
 
 # --- acting, learning and the replay in step ------------------------------------------------------
-
-LOOK_AHEAD = 2
-"""Batches that a learner requests before they are needed."""
 
 
 def limiter_for(args: RunConfig) -> SamplesPerInsert:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, TypedDict
 
 import numpy as np
 
-from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
@@ -46,7 +44,7 @@ from dreamfleet.roles.scaling.coordinator import (
     Coordinator,
     RemoteCoordinator,
     ReplayCoordinator,
-    ShardInfo,
+    wait_unless,
 )
 from dreamfleet.transport import (
     ArgumentError,
@@ -60,14 +58,13 @@ from dreamfleet.transport import (
 log = logging.getLogger(__name__)
 
 _IN_FLIGHT = 4  # calls of this process to each other one
-_REPLY_SECONDS = 0.2  # in which a last reply is on its way
 _ANSWERED = (
     *(SchemaError, BatchOrderError, ConfigError, ReplayClosedError),
     *(ArgumentError, Unanswered),
 )
 """Errors that do not end the process: they are not its fault."""
 _MODES: tuple[Mode, ...] = ("train", "report", "eval")
-_LOOK_SECONDS, _STATS_SECONDS = 0.5, 2.0
+_STATS_SECONDS = 2.0
 _SCORES_SECONDS, _READ_SECONDS = 2.0, 0.02  # for the last scores, at the end of a run
 _FOREVER = float("inf")
 
@@ -79,7 +76,7 @@ def parallel_replay(
     args: RunConfig,
     shard: int = 0,
 ) -> None:
-    """Serve the replay until the process is asked to stop, then save what is not in its files.
+    """Serve the replay until the process is asked to stop.
 
     When something goes wrong that is not the caller's fault, the process ends at once: what was
     acknowledged is in its files, and callers ask its successor again (`_or_end`).
@@ -130,7 +127,8 @@ def parallel_replay(
         should_save = LocalClock(args.save_every)
         stack.enter_context(server)
         publish_address(args, "replay", server.address, shard)
-        service.attach(others)
+        with suppress(Unanswered):  # it is asked to stop meanwhile
+            service.attach(others)
         while not stop.wait(args.log_every):
             try:
                 report = service.report(others)
@@ -168,17 +166,10 @@ def bind(server: Server, service: ReplayService, args: RunConfig) -> None:
                 pass_caller=name == "add_batch",
             )
 
-    offer("agent", 1, add_batch=service.add_batch, update=service.update)
-    if args.replay_shards == 1:
-        offer("agent", 1, sample_batch_train=service.sample_batch_train)
-        offer("agent", 1, sample_batch_report=service.sample_batch_report)
-        offer("agent", 1, sample_batch_eval=service.sample_batch_eval)
-    else:
-        offer("agent", 1, shares=service.shares)
-        for mode in _MODES:
-            part = functools.partial(service.sample_part, mode)
-            offer("agent", 1, **{f"sample_part_{mode}": part})
-    offer("replay", 0, stats=service.stats, holding=service.holding)
+    offer("agent", 1, add_batch=service.add_batch, update=service.update, shares=service.shares)
+    for mode in _MODES:
+        offer("agent", 1, **{f"sample_{mode}": functools.partial(service.sample, mode)})
+    offer("replay", 0, stats=service.stats)
     offer("logger", 1, finished=service.finished)
     if lead := service.lead:
         offer(
@@ -188,7 +179,6 @@ def bind(server: Server, service: ReplayService, args: RunConfig) -> None:
             finish=lead.finish,
             grant=lead.grant,
         )
-    if lead and args.replay_shards > 1:
         offer("agent", 1, permit=lead.permit)
         offer("replay", 1, opened=lead.opened)
         # A shard that was killed may leave a call behind, which takes a moment to end.
@@ -206,28 +196,16 @@ def _or_end(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)  # with its signature, by which the server counts arguments
     def guarded(*args: Any) -> Any:
-        if _ending.is_set():
-            raise Unanswered("The replay has failed.")
         try:
             return method(*args)
         except _ANSWERED:
             raise
-        except BaseException as error:
+        except BaseException:
             log.exception("The replay failed.")
-            if not _ending.is_set():
-                _ending.set()
-                threading.Timer(_REPLY_SECONDS, _end).start()
-            raise Unanswered("The replay has failed.") from error
+            logging.shutdown()
+            os._exit(1)
 
     return guarded
-
-
-_ending = threading.Event()
-
-
-def _end() -> None:
-    logging.shutdown()
-    os._exit(1)
 
 
 class Cursors(TypedDict):
@@ -270,7 +248,6 @@ class ReplayService:
         self._name = server_name("replay", shard)
         self._health = Health(health_path(args, self._name))
         folder = args.logdir / "ckpt" / self._name
-        self._checkpoint = Checkpoint(folder, keep=2)
         counted = 1 if shard else args.replay_shards
         self._positions = Positions(folder / POSITIONS_FILE, self._tick, counted)
         for buffer in self._buffers.values():
@@ -281,62 +258,44 @@ class ReplayService:
             self._positions.import_steps(self._copy_steps)
         if args.offline_fraction:
             self._mix()
-        snapshot = self._checkpoint.load()
-        if snapshot is not None:
-            for name, buffer in self._buffers.items():
-                buffer.load(snapshot.parts[name])
-        what = limiter, self._positions, args, stop, self._sampleable
-        self.lead = None if lead else ReplayCoordinator(*what)
+        self.lead = None if lead else ReplayCoordinator(limiter, self._positions, args, stop)
         """What the shards do together, if this is the first of them."""
         self._lead: Coordinator = lead or self.lead  # type: ignore[assignment]  # one of them is there
         self._attached = threading.Event()
         buffers: dict[str, Any] = {"train": train, "report": train, "eval": evaluation}
         self._portions = {mode: _Portion(buffer) for mode, buffer in buffers.items()}
-        parts = buffers if args.replay_shards == 1 else self._portions
-        self._streams = {mode: make_stream(buffer, mode) for mode, buffer in parts.items()}
+        self._streams = {mode: make_stream(part, mode) for mode, part in self._portions.items()}
         self._newest: dict[int, dict[str, Any]] = {}  # statistics of the other shards
         self._asked: dict[int, Future] = {}
-        if args.replay_shards == 1:
-            self.attach({})
 
     def attach(self, others: Mapping[int, Client]) -> None:
-        """Let the shards know of each other. The lead asks the others what they hold; another shard
-        asks the lead what it should hold. Returns when they have answered, or when the process is
-        asked to stop.
+        """Let the shards know of each other, before the first call is answered. The lead asks the
+        others what they hold; another shard asks the lead what it should hold.
 
         Args:
             others: Of the lead: clients of the other shards.
+
+        Raises:
+            Unanswered: The process is asked to stop before they have answered.
         """
-        if self._attached.is_set():
-            return
         if self.lead is None:
             steps = self._positions.own
-            try:
-                known = self._lead.opened(self._shard, steps, self.holding()["size"])
-            except Unanswered:
-                return
+            known = self._lead.opened(self._shard, steps, int(self._train.stats()["steps"]))
             if known > steps:  # with its counts, or its positions would have said so
                 log.warning("%s was lost, with %d steps of the run.", self._name, known - steps)
                 self._positions.raise_to(known)
         else:
-            waiting = {shard: client.call("holding") for shard, client in others.items()}
-            while not all(answer.wait(_LOOK_SECONDS) for answer in waiting.values()):
-                if self._stop.is_set():
-                    return
-            held = {shard: answer.result() for shard, answer in waiting.items()}
-            held[0] = self.holding()
+            waiting = [client.call("stats") for client in others.values()]
+            for answer in waiting:
+                wait_unless(self._stop, answer.wait)
+            held = [self.stats(), *(answer.result() for answer in waiting)]
             mixed = self._args.pretrain or self._args.offline_fraction
             needed = self._args.offline or (mixed and not self._positions.steps)
-            if needed and not sum(each["items"] for each in held.values()):
+            if needed and not sum(each["replay"]["items"] for each in held):
                 raise nothing_to_learn_from(self._args)
-            self.lead.begin({k: ShardInfo(each["steps"], each["size"]) for k, each in held.items()})
+            sizes = [int(each["replay"]["steps"]) for each in held]
+            self.lead.begin([each["own"] for each in held], sizes)
         self._attached.set()
-
-    def holding(self) -> dict[str, int]:
-        """What this shard has: steps of the run, steps stored now, sequences to sample."""
-        stats = self._train.stats()
-        size, items = int(stats["steps"]), int(stats["items"])
-        return {"steps": self._positions.own, "size": size, "items": items}
 
     def _copy_steps(self) -> int:
         copy_steps(self._train, self._args, self._shard)
@@ -370,7 +329,8 @@ class ReplayService:
         if is_eval:
             return self._eval.add_batch(steps, envids, source, seq)
         if not self.lead:
-            self._wait_until_attached()  # or steps would be counted before those that were lost
+            # Or steps would be counted before those that were lost.
+            wait_unless(self._stop, self._attached.wait)
         added = self._train.add_batch(steps, envids, source, seq)
         if added:
             self._positions.stored(self._tick)
@@ -379,39 +339,7 @@ class ReplayService:
         self._lead.inserted(self._shard, self._positions.own)
         return added
 
-    def _sampleable(self) -> bool:
-        """Whether there is a sequence to sample. Of shards, the learner asks itself."""
-        return len(self._train) > 0 or self._args.replay_shards > 1
-
-    def _wait_until_attached(self) -> None:
-        while not self._attached.wait(_LOOK_SECONDS):
-            if self._stop.is_set():
-                raise Unanswered("The replay is being closed.")
-
-    # --- a replay alone --------------------------------------------------------------------------
-
-    def sample_batch_train(self, known: Count | None = None) -> dict[str, Any]:
-        """A training batch, as soon as there are enough steps for it. A learner that tells how many
-        samples it knows of may ask again for a batch that was lost."""
-        assert self.lead is not None
-        self.lead.sample(known)
-        return next(self._streams["train"])
-
-    def sample_batch_report(self) -> dict[str, Any]:
-        """A batch to report on; empty if there is too little data."""
-        return self._sample_if_possible("report")
-
-    def sample_batch_eval(self) -> dict[str, Any]:
-        """A batch of evaluation data; empty if there is too little."""
-        return self._sample_if_possible("eval")
-
-    def _sample_if_possible(self, mode: str) -> dict[str, Any]:
-        try:
-            return next(self._streams[mode])
-        except NotEnoughDataError:
-            return {}
-
-    # --- one of several shards -------------------------------------------------------------------
+    # --- batches ---------------------------------------------------------------------------------
 
     def shares(self, mode: Mode) -> tuple[int, int, list[float]]:
         """What there is to draw from in this shard; see `dreamfleet.replay.Shares`."""
@@ -419,18 +347,28 @@ class ReplayService:
         items, fresh, weights = buffer.shares(mode)
         return items, fresh, weights
 
-    def sample_part(
-        self, mode: Mode, fresh: Count, drawn: list[Count], everywhere: Count
+    def sample(
+        self,
+        mode: Mode,
+        fresh: Count = 0,
+        drawn: list[Count] | None = None,
+        everywhere: Count = 0,
     ) -> dict[str, Any]:
-        """The part of a batch that comes from this shard; empty if it holds nothing any more."""
-        most = self._args.host_batch
-        rules = 1 if mode == "eval" else len(used_fractions(self._args.replay))
-        if len(drawn) != rules:
-            raise ConfigError(f"A part of a batch has {rules} counts, not {len(drawn)}.")
-        if not 0 < fresh + sum(drawn) <= most:
-            raise ConfigError(f"A part of a batch has from 1 to {most} sequences.")
-        self._portions[mode].split = Split(fresh, drawn, everywhere)
-        return self._sample_if_possible(mode)
+        """A batch, or the part of it that comes from this shard (`dreamfleet.replay.Split`); empty
+        if it holds no sequence. The coordinator has permitted it."""
+        split = None if drawn is None else Split(fresh, drawn, everywhere)
+        if split is not None:
+            most = self._args.host_batch
+            rules = 1 if mode == "eval" else len(used_fractions(self._args.replay))
+            if len(split.drawn) != rules:
+                raise ConfigError(f"A part of a batch has {rules} counts, not {len(split.drawn)}.")
+            if not 0 < split.batch <= most:
+                raise ConfigError(f"A part of a batch has from 1 to {most} sequences.")
+        self._portions[mode].split = split
+        try:
+            return next(self._streams[mode])
+        except NotEnoughDataError:
+            return {}
 
     # --- all of them -----------------------------------------------------------------------------
 
@@ -464,18 +402,20 @@ class ReplayService:
             time.sleep(_READ_SECONDS)
 
     def stats(self) -> dict[str, Any]:
-        """Sizes and counts of both buffers."""
+        """How many steps of the run this shard has stored (`own`); sizes and counts of both
+        buffers."""
         return {
+            "own": self._positions.own,
             "replay": {key: float(value) for key, value in self._train.stats().items()},
             "eval_replay": {key: float(value) for key, value in self._eval.stats().items()},
         }
 
     def report(self, others: Mapping[int, Client]) -> dict[str, Any]:
         """What this process tells the logger: of the whole replay if it is the first shard."""
-        self._health.waits(self.lead.waits() if self.lead else "")
         mine = self.stats()
         usage = {f"{self._name}/usage/{k}": value for k, value in self._usage.stats().items()}
         if self.lead is None:
+            self._health.waits()
             return {**{f"{self._name}/{k}": value for k, value in mine["replay"].items()}, **usage}
         for shard, client in others.items():
             if shard not in self._asked:  # one that is away is asked once
@@ -483,22 +423,25 @@ class ReplayService:
         for shard, answer in list(self._asked.items()):
             if answer.wait(_STATS_SECONDS):
                 self._newest[shard] = self._asked.pop(shard).result()
-        all_of_them = [mine, *self._newest.values()]
+        found = {
+            f"{name}/{key}": value
+            for name in ("replay", "eval_replay")
+            for key, value in together(
+                each[name] for each in (mine, *self._newest.values())
+            ).items()
+        }
+        self._health.waits(self.lead.waits(sequences=int(found["replay/items"])))
         return {
-            **{f"replay/{k}": v for k, v in together(each["replay"] for each in all_of_them)},
-            **{
-                f"eval_replay/{k}": v
-                for k, v in together(each["eval_replay"] for each in all_of_them)
-            },
+            **found,
             **{f"replay/{key}": value for key, value in self.lead.stats().items()},
             **usage,
         }
 
     def save(self) -> None:
-        """Save what the buffers do not keep in their files, and sync the rest."""
-        parts = {name: buffer.save() for name, buffer in self._buffers.items()}
+        """Make steps, values written back and counts survive a power cut."""
+        for buffer in self._buffers.values():
+            buffer.sync()
         self._positions.flush()
-        self._checkpoint.save(parts, step=self._positions.steps)
 
     def close(self) -> None:
         """Save, and let go of all files; also if nothing can be saved because the disk is full."""
@@ -513,35 +456,28 @@ class ReplayService:
 
 
 class _Portion:
-    """A buffer that gives out parts of batches: what is asked for next is what `split` says."""
+    """A buffer that gives out batches, or the part of one that `split` says."""
 
     def __init__(self, buffer: Replay) -> None:
         self._buffer = buffer
-        self.split = Split(0, [], 0)
+        self.split: Split | None = None
 
-    def sample(self, batch: int, mode: Any = "train") -> dict[str, Any]:  # noqa: ARG002
-        return self._buffer.sample(self.split.batch, mode, split=self.split)
+    def sample(self, batch: int, mode: Any = "train") -> dict[str, Any]:
+        split = self.split
+        return self._buffer.sample(split.batch if split else batch, mode, split)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._buffer, name)
 
 
-def together(shards: Iterable[Mapping[str, float]]) -> Iterator[tuple[str, float]]:
+def together(shards: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The statistics of a replay from those of its shards: what is counted is added up."""
     every = list(shards)
-    items = sum(each["items"] for each in every)
-    for key in every[0]:
-        values = [each[key] for each in every]
-        if len(every) == 1:
-            yield key, values[0]
-        elif key == "replay_ratio":
-            inserts = sum(max(1.0, each["inserts"]) for each in every)
-            yield key, sum(each[key] * max(1.0, each["inserts"]) for each in every) / inserts
-        elif key in ("sample_age_mean", "sample_age_max"):
-            # Counted in sequences that were added to the same shard; others came in between.
-            ages = [each[key] * items / max(1.0, each["items"]) for each in every]
-            samples = [each["samples"] for each in every]
-            mean = sum(map(operator.mul, ages, samples)) / max(1.0, sum(samples))
-            yield key, max(ages) if key == "sample_age_max" else mean
-        else:
-            yield key, sum(values)
+    found = {key: sum(each[key] for each in every) for key in every[0]}
+    # Counted in sequences that were added to the same shard; others came in between.
+    longer = [found["items"] / max(1.0, each["items"]) for each in every]
+    pairs = list(zip(every, longer, strict=True))
+    found["sample_age_max"] = max(each["sample_age_max"] * factor for each, factor in pairs)
+    ages = (each["sample_age_mean"] * factor * each["samples"] for each, factor in pairs)
+    found["sample_age_mean"] = sum(ages) / max(1.0, found["samples"])
+    return found

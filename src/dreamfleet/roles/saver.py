@@ -12,7 +12,7 @@ from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any
 
-from dreamfleet.agents.api import Agent, Flat, save_later
+from dreamfleet.agents.api import Agent, save_later
 from dreamfleet.checkpoint import Checkpoint, CheckpointError, Snapshot
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
@@ -64,7 +64,6 @@ class Saver:
         self._writing: Future[None] | None = None
         self._saved = 0  # updates
         self.updates = 0
-        self._most_hosts = self._sync.count  # that this run ever had
         self.offset = 0
         """Steps of the run that are in no host's replay any more; below 0 for those that two hosts
         have counted."""
@@ -81,8 +80,6 @@ class Saver:
             run = snapshot.parts["run"]
             self.updates = self._saved = int(run["updates"])
             self._round = int(run.get("round", 0))
-            counted = sum(name.startswith("steps/") for name in run)  # by hosts that saved it
-            self._most_hosts = max(self._most_hosts, int(run.get("hosts", 0)), counted)
             restored = f"resuming from {snapshot.path}"
         elif self._args.from_checkpoint:
             restored = self._start_from(Path(self._args.from_checkpoint))
@@ -142,18 +139,6 @@ class Saver:
                 if self._progress.finished.is_set() or time.monotonic() > deadline:
                     raise
 
-    @property
-    def fills(self) -> float:
-        """How often a replay was filled before this host learned: each host, then and now, had
-        one."""
-        count, most = self._sync.count, self._most_hosts
-        return 1.0 if most == count else 1.0 + most / count
-
-    @property
-    def samples(self) -> int:
-        """Samples that the replay has counted, as it has told last."""
-        return int(self._position["samples"])
-
     def asked(self) -> bool:
         """Whether a user asks for a checkpoint now, by a file."""
         if not self._may_look():
@@ -164,13 +149,9 @@ class Saver:
             return False
         return True
 
-    def begin_round(self) -> None:
-        """Begin a round of evaluation if one is due: save a checkpoint that waits for its score."""
-        if self.round_is_due():
-            self.save(pending=True, wait=False)
-
     def round_is_due(self) -> bool:
-        """Whether a round of evaluation is to begin now; answered once for each.
+        """Whether a round of evaluation is to begin now, with a checkpoint that is `pending`;
+        answered once for each.
 
         A round that is due while another one is under way begins as soon as that one has ended.
         """
@@ -180,7 +161,7 @@ class Saver:
         if not self.round_may_begin() or self.in_round():
             return False
         # Steps that are stored, as a checkpoint counts them: some are still on their way.
-        step = int(self._newest_position()["steps"]) + self._progress.elsewhere
+        step = int(self.newest_position()["steps"]) + self._progress.elsewhere
         if step // every <= self._round // every:
             return False
         self._round = step
@@ -206,16 +187,13 @@ class Saver:
         """
         self.finish()
         self._saved = self.updates
-        position = self._newest_position()
+        position = self.newest_position()
         # Not the actor's count, which holds steps that are still on their way to the replay.
         step = self._progress.step if self._args.offline else int(position["steps"])
-        parts: dict[str, dict[str, Any]] = {
-            "run": {f"steps/{self._sync.index}": step},
-        }
+        parts: dict[str, dict[str, Any]] = {"run": {f"steps/{self._sync.index}": step}}
         score = None
         if self._sync.index == 0:  # the rest is the same on all hosts
             parts["run"] |= {"updates": self.updates, "round": self._round}
-            parts["run"]["hosts"] = self._most_hosts
             parts["replay"] = position
             parts[BLUEPRINT] = Blueprint.of(self._agent, self._args).save()
             score = self._evaluation_score()
@@ -223,30 +201,21 @@ class Saver:
         if wait:  # all steps are looked at: NaN in the last one is an error
             parts = {"agent": self._agent.save(), **parts}
         state = None if wait else save_later(self._agent)
-        step += self.offset
-        self._writing = self._writer.submit(self._write, state, parts, step, score, pending)
+
+        def write() -> None:
+            self._checkpoint.save(
+                {"agent": state(), **parts} if state else parts,
+                step=step + self.offset,
+                score=score,
+                pending=pending,
+                host=self._sync.index,
+                gather=self._sync.channel("checkpoint"),
+            )
+            self.health.progress()
+
+        self._writing = self._writer.submit(write)
         if wait:
             self.finish()
-
-    def _write(
-        self,
-        state: Callable[[], Flat] | None,
-        parts: dict[str, dict[str, Any]],
-        step: int,
-        score: float | None,
-        pending: bool,
-    ) -> None:
-        if state is not None:
-            parts = {"agent": state(), **parts}
-        self._checkpoint.save(
-            parts,
-            step=step,
-            score=score,
-            pending=pending,
-            host=self._sync.index,
-            gather=self._sync.channel("checkpoint"),
-        )
-        self.health.progress()
 
     def finish(self, *, wait: bool = True) -> None:
         """Wait for the checkpoint that is being written, or only look whether it is done; raises
@@ -262,16 +231,9 @@ class Saver:
         if self._progress.finished.is_set():
             self.health.progress()
 
-    def give_up(self) -> None:
-        """Note that another start of the agent would not help."""
-        self.health.give_up()
-
-    def recount(self) -> None:
-        """Count the steps that the replay holds, also those of other actors."""
-        self._newest_position()
-
-    def _newest_position(self) -> dict[str, Any]:
-        """The replay's position; the last one known, if the replay is restarting."""
+    def newest_position(self) -> dict[str, Any]:
+        """The replay's position, with the steps of all actors, which are counted from here on; the
+        last one known, if the replay is restarting."""
         try:
             self._replay.connect(_CONNECT_SECONDS)
             self._position = self._replay.position().result(_POSITION_SECONDS)

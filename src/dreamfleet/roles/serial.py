@@ -38,6 +38,7 @@ from dreamfleet.roles.progress import Progress, limiter_for
 from dreamfleet.roles.replay import ReplayService
 from dreamfleet.roles.runtime import ActorFailed, Factories, stop_event, unpack
 from dreamfleet.roles.saver import Saver
+from dreamfleet.roles.scaling.shards import ReplayClient
 from dreamfleet.transport import Caller, Server
 from dreamfleet.transport.security import RUN
 
@@ -74,6 +75,7 @@ def serial_fleet(make: Factories, args: RunConfig) -> None:
         evaluation = stack.enter_context(unpack(make.make_replay_eval)())
         service = ReplayService(train, evaluation, unpack(make.make_stream), limiter, args, stop)
         stack.callback(service.close)
+        service.attach({})
         runner = SerialRunner(
             unpack(make.make_agent)(), args, progress, service, limiter, train, logger
         )
@@ -112,6 +114,9 @@ class InProcessClient:
         return CompletedFuture(self._methods[method](*args))
 
     call_block = call
+
+    def memory(self, size: int) -> None:
+        """What is not sent needs none."""
 
     def __getattr__(self, method: str) -> Callable[..., CompletedFuture]:
         return partial(self.call, method)
@@ -159,21 +164,23 @@ class SerialRunner:
         self._service, self._limiter, self._buffer = service, limiter, buffer
         self._logger = logger
         # In place of clients, which the roles have in a fleet.
-        replay: Any = InProcessClient("replay")
+        shard: Any = InProcessClient("replay")
         logs: Any = InProcessClient("logger")
-        self._acting = _Acting()
-        replay_role.bind(replay, service, args)
+        acting: Any = InProcessClient("actor")
+        acting.bind("act", self._reply)
+        replay_role.bind(shard, service, args)
+        replay = ReplayClient(args, "serial", 0, [shard])
         logging_role.bind(logs, logger)
         self._replay, self._logs = replay, logs
-        self._scores = ScoreReader(logger, {0: replay})
+        self._scores = ScoreReader(logger, {0: shard})
         self._saver = Saver(agent, args, progress, replay, logs)
         self._saver.round_may_begin = lambda: True
-        self._learner = Learner(agent, args, progress, self._saver, replay, replay, logs, ahead=0)
+        self._learner = Learner(agent, args, progress, self._saver, replay, logs)
         self._actor = Actor(agent, args, progress, replay, logs)
-        self._acting.bind("act", self._reply)
         self._health = Health(health_path(args, "agent"))
         self._should_save = LocalClock(args.save_every, early=EARLY_SECONDS)
         self._should_record = LocalClock(RECORD_SECONDS)
+        self._acting, self._items, self._batches, self._work = acting, 0, 0, 0.0
         self._lanes: list[Lane] = []
         self._turn = 0  # the lane that steps next
         self._acted = False  # since the last update
@@ -189,8 +196,6 @@ class SerialRunner:
         self._learner.compile()
         if self._progress.finished.is_set():
             return False
-        # By where the run is, and so not the name of any actor before.
-        self._actor.source = "-".join(map(str, ["serial", *self._position().values()]))
         train, evaluation = range(args.envs), range(args.envs, args.all_envs)
         for make, ids, is_eval in ((make_train, train, False), (make_eval, evaluation, True)):
             for first in range(0, 0 if args.offline else len(ids), args.policy_batch):
@@ -232,8 +237,9 @@ class SerialRunner:
 
     def _learn(self) -> None:
         # Each batch has a stream of its own, which asks for none ahead.
-        batches = self._agent.stream(iter([self._replay.sample_batch_train().result()]))
-        self._learner.update(next(batches), at_once=True)
+        batches = self._agent.stream(iter([self._replay.sample("train")]))
+        self._learner.update(next(batches))
+        self._learner.process()
         self._acted, self._learned = False, True
 
     def _act(self) -> None:
@@ -245,7 +251,7 @@ class SerialRunner:
                 env.build()
         if self._learned:
             settle(self._agent)
-        self._health.stepped(lane.step(self._acting))  # type: ignore[arg-type]  # as a client
+        self._health.stepped(lane.step(self._acting))
         self._health.now("waiting")
         if lane.reply is not None:
             lane.take()
@@ -253,11 +259,27 @@ class SerialRunner:
         self._acted, self._learned = True, False
 
     def _reply(self, obs: dict[str, Any]) -> Arrays:
+        start = time.perf_counter()
         # Environments write their next observations into the same arrays.
         actions, transitions = self._actor.act({k: value.copy() for k, value in obs.items()})
         self._actor.send([transitions])
         self._actor.take_replies(wait=True)
+        self._work += time.perf_counter() - start
+        self._batches += 1
+        self._items += len(obs["is_first"])
         return actions
+
+    def stats(self) -> dict[str, float]:
+        """Those of the actor's server, which a fleet has."""
+        batches = max(1, self._batches)
+        return {
+            "act/items": float(self._items),
+            "act/batches": float(self._batches),
+            "act/fill": self._items / batches,
+            "act/work": self._work / batches,
+            "act/wait": 0.0,
+            "act/waiting": 0.0,
+        }
 
     def _follow(self, before: int) -> None:
         """Do what is due after so many steps."""
@@ -266,7 +288,8 @@ class SerialRunner:
             self._log()
         if self._is_due(args.report_every, before):
             self._learner.report()
-        self._saver.begin_round()
+        if self._saver.round_is_due():
+            self._saver.save(pending=True, wait=False)
         self._await_round()
 
     def _await_round(self) -> None:
@@ -279,7 +302,7 @@ class SerialRunner:
         return seconds > 0 and self._progress.step // steps > before // steps
 
     def _log(self) -> None:
-        self._actor.log_metrics(self._acting)  # type: ignore[arg-type]  # as a server
+        self._actor.log_metrics(self)  # type: ignore[arg-type]  # as a server
         self._logs.add(-1, self._service.report({}))
         self._learner.log()
         self._logger.write()
@@ -301,40 +324,3 @@ class SerialRunner:
         for lane in self._lanes:
             for env in lane.envs:
                 env.close()
-
-    def _position(self) -> dict[str, int]:
-        stats = self._service.stats()
-        held = {
-            f"{name}/{key}": int(each[key])
-            for name, each in stats.items()
-            for key in ("ticks", "steps")
-        }
-        return {**self._replay.position().result(), **held}
-
-
-class _Acting(InProcessClient):
-    """What environments call, with the statistics that the actor's server has in a fleet."""
-
-    def __init__(self) -> None:
-        super().__init__("actor")
-        self._items = self._batches = 0
-        self._work = 0.0
-
-    def call_block(self, method: str, *args: Any) -> CompletedFuture:
-        start = time.perf_counter()
-        answer = self.call(method, *args)
-        self._work += time.perf_counter() - start
-        self._batches += 1
-        self._items += len(args[0]["is_first"])
-        return answer
-
-    def stats(self) -> dict[str, float]:
-        batches = max(1, self._batches)
-        return {
-            "act/items": float(self._items),
-            "act/batches": float(self._batches),
-            "act/fill": self._items / batches,
-            "act/work": self._work / batches,
-            "act/wait": 0.0,
-            "act/waiting": 0.0,
-        }

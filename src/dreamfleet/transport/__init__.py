@@ -24,7 +24,8 @@ from dreamfleet.transport.errors import (
     Unanswered,
 )
 from dreamfleet.transport.security import Caller, Identity, Keys, RoleKey, load_key
-from dreamfleet.transport.server import Server
+from dreamfleet.transport.server import Server, answer_memory
+from dreamfleet.transport.slab import renew, shared_arrays
 
 __all__ = [
     "AddressError",
@@ -48,6 +49,9 @@ __all__ = [
     "Timeout",
     "TransportError",
     "Unanswered",
+    "answer_memory",
     "load_key",
+    "renew",
     "resolve",
+    "shared_arrays",
 ]

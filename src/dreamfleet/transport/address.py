@@ -2,7 +2,6 @@
 
 ipc:///run/user/1000/x/replay   a socket file; its directory is, or is made, private (0700)
 tcp://host:port, host:port      a port; anything but loopback needs keys
-inproc://name                   inside this process only, for the serial mode
 {auto}                          anywhere in the last part: a free port, file or name
 """
 
@@ -39,20 +38,13 @@ class Address:
     host: str = ""
     port: int = 0
     path: Path = Path()
-    name: str = ""
 
     @property
     def text(self) -> str:
         if self.kind == "tcp":
             host = f"[{self.host}]" if ":" in self.host else self.host
             return f"tcp://{host}:{self.port or AUTO}"
-        return f"inproc://{self.name}" if self.kind == "inproc" else f"ipc://{self.path}"
-
-    @property
-    def endpoint(self) -> str:
-        """What libzmq is told. In-process names are socket files in a private directory, so that
-        they behave like every other connection."""
-        return self.text if self.kind == "tcp" else f"ipc://{self.path}"
+        return f"ipc://{self.path}"
 
     @property
     def loopback(self) -> bool:
@@ -86,10 +78,7 @@ def parse(text: str) -> Address:
     if scheme == "tcp":
         return _parse_tcp(text, rest)
     if scheme == "ipc" and rest:
-        return _with_path(Address("ipc", path=Path(rest)))
-    if scheme == "inproc" and rest and "/" not in rest:
-        name = rest.replace(AUTO, secrets.token_hex(6))
-        return _with_path(Address("inproc", name=name, path=_private_directory(name) / "socket"))
+        return _socket_file(Path(rest))
     raise AddressError(_examples(text))
 
 
@@ -112,14 +101,14 @@ def endpoints(address: Address) -> list[str]:
     """What libzmq may be told to connect to. A name stands for one or several numbers, and the
     server may listen at any of them; for none if the name is unknown."""
     if not address.named or address.host == "*":  # which stands for every number
-        return [address.endpoint]
+        return [address.text]
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return []
     found.sort(key=lambda info: info[0] != socket.AF_INET)  # where most servers listen
     hosts = dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found)
-    return [Address("tcp", host, address.port).endpoint for host in hosts]
+    return [Address("tcp", host, address.port).text for host in hosts]
 
 
 def prepare(address: Address) -> None:
@@ -254,8 +243,7 @@ def _remove_if_stale(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _with_path(address: Address) -> Address:
-    path = address.path
+def _socket_file(path: Path) -> Address:
     if AUTO in path.name:
         name = path.name.replace(AUTO, secrets.token_hex(6))
         path = (_private_directory(name) if path.parent == Path() else path.parent) / name
@@ -267,7 +255,7 @@ def _with_path(address: Address) -> Address:
         raise AddressError(
             f"The socket file {path} has too long a path (at most {_PATH_LIMIT} bytes): {fix}."
         )
-    return Address(address.kind, path=path, name=address.name)
+    return Address("ipc", path=path)
 
 
 def _parse_tcp(text: str, rest: str) -> Address:
@@ -284,6 +272,6 @@ def _parse_tcp(text: str, rest: str) -> Address:
 
 def _examples(text: str) -> str:
     return (
-        f"{text!r} is not an address; write ipc:///directory/file, tcp://host:port, host:port or "
-        f"inproc://name, with {AUTO} for a free port or file."
+        f"{text!r} is not an address; write ipc:///directory/file, tcp://host:port or host:port, "
+        f"with {AUTO} for a free port or file."
     )

@@ -25,6 +25,7 @@ from dreamfleet.transport.errors import (
 )
 from dreamfleet.transport.prepared import FIRST_NUMBER, PreparedCall
 from dreamfleet.transport.security import Keys, RoleKey
+from dreamfleet.transport.slab import Memory
 from dreamfleet.transport.wire import Waker
 
 log = logging.getLogger(__name__)
@@ -208,6 +209,12 @@ class Client:
                 f"{method!r}: a block needs arrays that share a leading axis of at least 1."
             )
         return self._send_call(method, rows, value)
+
+    def memory(self, size: int) -> Memory | None:
+        """Memory for arrays of a call, which are sent without a copy; see `shared_arrays`. None if
+        there is none: the server is on another machine, or the first calls have yet to be made."""
+        with self._lock:
+            return self._connection.memory(size)
 
     def __getattr__(self, method: str) -> Callable[..., Future]:
         if method.startswith("_"):

@@ -407,7 +407,17 @@ class Block(dict[str, NDArray[Any]]):
         self._schema, self.blob = first.schema, bytearray(first.blob)
         frames = [bytearray(frame) for frame in first.frames]
         self.frames: list[Buffer] = [memoryview(frame) for frame in frames]
+        self._leaves, self._own = schema.leaves, self.frames
+        self.frame_bytes = sum(map(len, frames))
         super().__init__((leaf.path[1], _array(leaf, self.blob, frames)) for leaf in schema.leaves)
+
+    def move(self, frames: Sequence[Buffer] = ()) -> None:
+        """Let the large arrays lie in these frames, with any content; without, in memory of their
+        own again."""
+        self.frames = list(frames or self._own)
+        for leaf in self._leaves:
+            if leaf.frame >= 0:
+                self[leaf.path[1]] = _array(leaf, self.blob, self.frames)
 
     def encoded(self) -> Encoded:
         """What `encode` returns for a tuple with this block."""

@@ -28,6 +28,7 @@ from dreamfleet.transport.errors import (
 from dreamfleet.transport.local import LocalLink
 from dreamfleet.transport.remote import RemoteLink
 from dreamfleet.transport.security import Keys, RoleKey
+from dreamfleet.transport.slab import Memory
 from dreamfleet.transport.wire import NO_SERVER, Waker
 
 
@@ -144,7 +145,7 @@ class Connection:
 
     def _connect(self, address: Address) -> Link | None:
         if address.kind != "tcp":
-            return open_link(address, address.endpoint, self._keys)
+            return open_link(address, address.text, self._keys)
         choices = endpoints(address)
         if not choices:
             raise Disconnected(_UNKNOWN_NAME)
@@ -172,6 +173,10 @@ class Connection:
             return value
         kept = self._link.keep(value.frames) if self._link else None
         return value.snapshot() if kept is None else value.with_frames(kept)
+
+    def memory(self, size: int) -> Memory | None:
+        """Memory whose content `send` does not copy, if there is some."""
+        return self._link.memory(size) if type(self._link) is LocalLink else None
 
     @property
     def waiting(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from dreamfleet.transport.address import Address
 from dreamfleet.transport.codec import Buffer
 from dreamfleet.transport.security import Caller, Identity
+from dreamfleet.transport.slab import Memory
 
 FOREVER = float("inf")
 
@@ -71,6 +72,10 @@ class Listener(ABC):
     @abstractmethod
     def send(self, peer: bytes, frames: list[Buffer]) -> bool:
         """Send a message; False if the peer has gone or does not read."""
+
+    def memory(self, peer: bytes, size: int) -> Memory | None:  # noqa: ARG002 - of local peers only
+        """Memory whose content `send` does not copy, if there is some."""
+        return None
 
     @abstractmethod
     def connected(self, peer: bytes) -> bool:

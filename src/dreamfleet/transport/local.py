@@ -5,7 +5,7 @@ without another one in between. Frames of 4 kB or more lie in shared memory (`sl
 says where; without it they are inside. What is too large for a packet comes in several parts. A
 packet that finds the socket full waits in the sender's outbox.
 
-    message      how many frames, slab, slot, the size of each, and the frames that are not shared
+    message      how many frames, slab, slot, size and place of each, and those that are not shared
     part         a piece of a message, and whether it is the last
     slab         the descriptor of shared memory that the sender wants to use
     slab ready   the receiver has mapped it
@@ -43,9 +43,11 @@ from dreamfleet.transport.slab import (
     LEAST_SHARED,
     MAX_SLAB,
     SHARED_FROM,
+    Memory,
     Slab,
     SlabView,
     aligned_total,
+    consecutive,
 )
 
 AVAILABLE = sys.platform == "linux"
@@ -56,7 +58,7 @@ _MESSAGE, _PART, _SLAB, _SLAB_READY = range(4)
 _HEAD = struct.Struct("<4I")  # kind and count, and two numbers of that kind
 _KIND_SHIFT = 24
 _COUNT_MASK = (1 << _KIND_SHIFT) - 1
-_SHARED = 1 << 31  # in the size of a frame
+_INSIDE = (1 << 32) - 1  # the place of a frame that is not in a slot
 _NO_SLOT = (1 << 32) - 1
 _ALIGN = 16
 _PADDING = bytes(_ALIGN)
@@ -119,12 +121,13 @@ class LocalSocket:
         if len(self._outbox) >= _MAX_WAITING:
             return False
         sizes = [len(frame) for frame in frames]
-        slot = -1
+        slot, places = -1, [-1] * len(sizes)
         if max(sizes) >= SHARED_FROM:
-            frames, sizes, slot = self._share(frames, sizes)
+            slot = self._share(frames, sizes, places)
+            frames = [f for f, place in zip(frames, places, strict=True) if place < 0]
         first = _MESSAGE << _KIND_SHIFT | len(sizes)
         head = _HEAD.pack(first, self._slab_number, slot & _NO_SLOT, 0)
-        packed, total = _packed_sizes(tuple(sizes))
+        packed, total = _packed_sizes(tuple(sizes), tuple(places))
         parts: list[Buffer] = [head, packed]
         for frame in frames:
             parts.append(frame)
@@ -136,13 +139,22 @@ class LocalSocket:
             parts = [b"".join(parts)]
         return self._push(parts)
 
+    def memory(self, size: int) -> Memory | None:
+        """Memory whose content `send` will not have to copy, if there is some."""
+        if self._slab is None or not self._slab_ready or size < LEAST_SHARED:
+            return None
+        return self._slab.allocate(size)
+
     def keep(self, frames: Sequence[Buffer]) -> list[Buffer] | None:
-        """Copies of frames that `send` will not have to copy, if there is shared memory for them.
-        They last as long as the caller holds them."""
+        """Frames that stay as they are and that `send` will not have to copy, if there is shared
+        memory for them. They last as long as the caller holds them."""
         slab = self._slab
         if slab is None or not self._slab_ready or sum(map(len, frames)) < LEAST_SHARED:
             return None
-        return slab.fill(frames)
+        slot, places = slab.find(frames)
+        if slot < 0:
+            return slab.fill(frames)
+        return [f if place >= 0 else bytes(f) for f, place in zip(frames, places, strict=True)]
 
     def send_prepared(self, header: bytes, frames: Sequence[Buffer]) -> bool:
         """Send a message of the usual size, in few steps; False if it needs `send`."""
@@ -153,9 +165,14 @@ class LocalSocket:
         parts: list[Buffer] = [b"", sizes, header, paddings[0]]
         if len(paddings) == 1 and frames:
             slab = self._slab
-            if slab is None or not self._slab_ready or slab.fill(frames) is None:
+            if slab is None or not self._slab_ready:
                 return False
-            slot = slab.send()
+            slot, places = slab.find(frames)
+            if slot < 0 and (copies := slab.fill(frames)):
+                slot, places = slab.find(copies)
+            if places != consecutive(tuple(map(len, frames))):
+                return False
+            slab.send(slot)
         else:
             for frame, padding in zip(frames, paddings[1:], strict=True):
                 parts += (frame, padding)
@@ -174,31 +191,28 @@ class LocalSocket:
         while self._outbox and self._transmit([self._outbox[0][0]], self._outbox[0][1]):
             self._outbox.popleft()
 
-    def _share(
-        self, frames: Sequence[Buffer], sizes: list[int]
-    ) -> tuple[Sequence[Buffer], list[int], int]:
-        """The frames that stay in the packet, the sizes of all with a mark for those that do not,
-        and the slot of these."""
+    def _share(self, frames: Sequence[Buffer], sizes: list[int], places: list[int]) -> int:
+        """Fill in where in a slot the frames outside of the packet lie; returns the slot, or -1."""
         large = [index for index, size in enumerate(sizes) if size >= SHARED_FROM]
+        total = aligned_total(sizes[index] for index in large)
+        if not LEAST_SHARED <= total <= self._slab_limit:
+            return -1
         slab = self._slab
-        if slab is not None and self._slab_ready and slab.is_own(frames[large[-1]]):
-            large = [index for index in large if slab.is_own(frames[index])]
-            slot = slab.send()
-        else:
-            total = aligned_total([sizes[index] for index in large])
-            if not LEAST_SHARED <= total <= self._slab_limit:
-                return frames, sizes, -1
-            if slab is None or slab.slot_bytes < total:
-                self._offer(total)
-                return frames, sizes, -1
-            copies = slab.fill([frames[index] for index in large]) if self._slab_ready else None
+        if slab is None or slab.slot_bytes < total:
+            self._offer(total)
+            return -1
+        if not self._slab_ready:
+            return -1
+        chosen: Sequence[Buffer] = [frames[index] for index in large]
+        slot, found = slab.find(chosen)
+        if slot < 0:
+            copies = slab.fill(chosen)
             if copies is None:
-                return frames, sizes, -1
-            slot = slab.send()
-        for index in large:
-            sizes[index] |= _SHARED
-        rest = [f for f, size in zip(frames, sizes, strict=True) if not size & _SHARED]
-        return rest, sizes, slot
+                return -1
+            slot, found = slab.find(copies)
+        for index, place in zip(large, found, strict=True):
+            places[index] = place
+        return slab.send(slot)
 
     def _offer(self, total: int) -> None:
         """Send the descriptor of shared memory. It is used once the other side has mapped it."""
@@ -318,8 +332,8 @@ class LocalSocket:
         if shared:
             if self._view is None or number != self._view_number:
                 raise MessageError("A message refers to memory that was not shared.")
-            sizes = list(shared.values())
-            for index, frame in zip(shared, self._view.frames(slot, sizes), strict=True):
+            views = self._view.frames(slot, list(shared.values()))
+            for index, frame in zip(shared, views, strict=True):
                 frames[index] = frame
         return frames
 
@@ -330,12 +344,15 @@ class LocalSocket:
 
 
 @lru_cache(maxsize=256)
-def _packed_sizes(sizes: tuple[int, ...]) -> tuple[bytes, int]:
-    """The sizes of frames as they stand in a packet, and the bytes of the packet."""
-    words = struct.pack(f"<{len(sizes)}I", *sizes)
-    words += _PADDING[: -len(words) % _ALIGN]
-    inside = sum(size + -size % _ALIGN for size in sizes if not size & _SHARED)
-    return words, _HEAD.size + len(words) + inside
+def _packed_sizes(sizes: tuple[int, ...], places: tuple[int, ...]) -> tuple[bytes, int]:
+    """Sizes and places of frames as they stand in a packet, and the bytes of the packet. A place of
+    -1 is inside."""
+    pairs = zip(sizes, places, strict=True)
+    words = [word for size, place in pairs for word in (size, place & _INSIDE)]
+    packed = struct.pack(f"<{len(words)}I", *words)
+    packed += _PADDING[: -len(packed) % _ALIGN]
+    inside = [size for size, place in zip(sizes, places, strict=True) if place < 0]
+    return packed, _HEAD.size + len(packed) + sum(size + -size % _ALIGN for size in inside)
 
 
 @lru_cache(maxsize=256)
@@ -343,24 +360,27 @@ def _prepared(header: int, frames: tuple[int, ...]) -> tuple[bytes, tuple[bytes,
     """For a message with frames of these sizes: the sizes as they stand in its packet, what follows
     each frame that is inside, and the bytes of the packet."""
     shared = aligned_total(frames) >= LEAST_SHARED
-    words, total = _packed_sizes((header, *(size | _SHARED * shared for size in frames)))
+    places = consecutive(frames) if shared else [-1] * len(frames)
+    words, total = _packed_sizes((header, *frames), (-1, *places))
     inside = (header, *(() if shared else frames))
     return words, tuple(_PADDING[: -size % _ALIGN] for size in inside), total
 
 
-def _unpack_frames(packet: bytes, amount: int) -> tuple[list[Buffer], dict[int, int]]:
-    """The frames of a message, and the sizes of those that are not inside, by their place.
+def _unpack_frames(packet: bytes, amount: int) -> tuple[list[Buffer], dict[int, tuple[int, int]]]:
+    """The frames of a message, and of those that are not inside the places and sizes in a slot, by
+    their index.
 
     Raises:
         MessageError: It is malformed.
     """
-    if not 0 < amount <= wire.MAX_FRAMES or len(packet) < _HEAD.size + 4 * amount:
+    if not 0 < amount <= wire.MAX_FRAMES or len(packet) < _HEAD.size + 8 * amount:
         raise MessageError("A packet without frames, or with too many.")
-    view, frames, shared = memoryview(packet), list[Buffer](), dict[int, int]()
-    start = _HEAD.size + 4 * amount + -4 * amount % _ALIGN
-    for index, size in enumerate(struct.unpack_from(f"<{amount}I", packet, _HEAD.size)):
-        if size & _SHARED:
-            shared[index] = size & ~_SHARED
+    view, frames, shared = memoryview(packet), list[Buffer](), dict[int, tuple[int, int]]()
+    start = _HEAD.size + 8 * amount + -8 * amount % _ALIGN
+    words = struct.unpack_from(f"<{2 * amount}I", packet, _HEAD.size)
+    for index, (size, place) in enumerate(zip(words[::2], words[1::2], strict=True)):
+        if place != _INSIDE:
+            shared[index] = place, size
             frames.append(b"")
         else:
             frames.append(view[start : start + size])
@@ -470,6 +490,10 @@ class LocalListener(Listener):
         if origin.socket.waiting:
             self._watch(origin)
         return True
+
+    def memory(self, peer: bytes, size: int) -> Memory | None:
+        origin = self._by_peer.get(peer)
+        return origin.socket.memory(size) if origin else None
 
     def connected(self, peer: bytes) -> bool:
         origin = self._by_peer.get(peer)

@@ -37,6 +37,7 @@ from dreamfleet.transport.listening import FOREVER, Listener, Origin
 from dreamfleet.transport.local import LocalListener
 from dreamfleet.transport.remote import RemoteListener
 from dreamfleet.transport.security import Identify, Keys, Revoked
+from dreamfleet.transport.slab import Memory
 from dreamfleet.transport.wire import Waker
 
 log = logging.getLogger(__name__)
@@ -241,6 +242,11 @@ class Loop:
         ):
             self._asleep_until = -FOREVER
             self._waker.wake()
+
+    def memory(self, peer: bytes, size: int) -> Memory | None:
+        """Memory whose content an answer to this peer does not copy, if there is some."""
+        with self.lock:
+            return None if self._released else self._listener.memory(peer, size)
 
     def connected(self, peer: bytes) -> bool:
         """Whether a peer is connected."""

@@ -205,11 +205,11 @@ class RemoteListener(Listener):
         prepare(address)
         try:
             if address.kind == "tcp" and address.port == 0:
-                socket.bind(address.endpoint.replace("{auto}", "*"))
+                socket.bind(address.text.replace("{auto}", "*"))
                 endpoint = bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0")
                 address = Address("tcp", address.host, int(endpoint.rpartition(b":")[2]))
             else:
-                socket.bind(address.endpoint)
+                socket.bind(address.text)
         except zmq.ZMQError as problem:
             raise AddressError(f"{self._name} cannot bind {address.text}: {problem}.") from None
         return socket, address

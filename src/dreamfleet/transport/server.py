@@ -24,6 +24,7 @@ from dreamfleet.transport.errors import (
 from dreamfleet.transport.listening import FOREVER, Origin
 from dreamfleet.transport.loop import Handler, Loop, Options, WorkQueue
 from dreamfleet.transport.security import RUN, Keys
+from dreamfleet.transport.slab import Allocate, Memory
 
 _T = TypeVar("_T")
 _MAX_TEXT = 100_000  # characters of an error; the last ones say most
@@ -161,6 +162,16 @@ class BaseServer(Handler):
             )
 
 
+_answered = threading.local()
+
+
+def answer_memory(size: int) -> Memory | None:
+    """Memory for arrays of the answer to the call that this thread runs, which are sent without a
+    copy; see `shared_arrays`. None if there is none, or no call."""
+    allocate: Allocate | None = getattr(_answered, "memory", None)
+    return allocate(size) if allocate else None
+
+
 def error_frames(number: int, error: BaseException) -> list[Any]:
     """The answer that tells a caller what its method raised."""
     text = "".join(traceback.format_exception_only(error)).strip()
@@ -257,6 +268,7 @@ class Server(BaseServer):
 
     def _work(self, peer: bytes, number: int, method: _Method, args: tuple[Any, ...]) -> None:
         failed = 0
+        _answered.memory = partial(self._loop.memory, peer)
         try:
             frames = wire.pack(wire.REPLY, number, encode(method.function(*args)))
         except Unanswered:

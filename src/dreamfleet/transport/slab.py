@@ -1,9 +1,10 @@
 """Large arrays in memory that two processes of one machine share.
 
-A sender owns a `Slab`: a memory file without a name, cut into slots of one size. It copies what is
-large about a message into a free slot and sends the slot's number. The receiver has mapped the
-memory once, read-only, and its arrays are views of the slot. So the pages are used again and again:
-fresh ones, as a socket or a file for every message needs them, cost five times as much as the copy.
+A sender owns a `Slab`: a memory file without a name, cut into slots of one size. Its arrays are
+made in a free slot (`shared_arrays`), or copied there, and the message names the slot. The receiver
+has mapped the memory once, read-only, and its arrays are views of the slot. So the pages are used
+again and again: fresh ones, as a socket or a file for every message needs them, cost five times as
+much as a copy.
 
 A slot has two owners. The first page of the memory holds a byte for each slot, which the sender
 sets before it sends and the receiver clears when its last view is gone. The sender holds a slot of
@@ -23,13 +24,15 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.transport.codec import Buffer
+from dreamfleet.transport.codec import Block, Buffer
 from dreamfleet.transport.errors import MessageError
 
 SHARED_FROM = 4096  # bytes of a frame; smaller ones stay in the packet
@@ -44,7 +47,56 @@ _BUSY, _FREE = 1, 0
 _LONG = 1 << 20  # bytes whose copy lets other threads run
 
 
-def aligned_total(sizes: Sequence[int]) -> int:
+Memory = NDArray[np.uint8]
+Allocate = Callable[[int], Memory | None]
+"""Memory of so many bytes, None if there is none."""
+
+
+def shared_arrays(
+    allocate: Allocate,
+    shapes: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]],
+    otherwise: Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]] = np.empty,
+) -> dict[str, NDArray[Any]]:
+    """Arrays without a content. The large ones lie in memory that is sent without a copy, if there
+    is some; they must not be changed after they were sent."""
+    sizes = {key: dtype.itemsize * prod(shape) for key, (shape, dtype) in shapes.items()}
+    total = aligned_total(size for size in sizes.values() if size >= SHARED_FROM)
+    memory, place = allocate(total) if total else None, 0
+    arrays = {}
+    for key, (shape, dtype) in shapes.items():
+        if memory is None or sizes[key] < SHARED_FROM:
+            arrays[key] = otherwise(shape, dtype)
+        else:
+            arrays[key] = np.ndarray(shape, dtype, memory, place)
+            place += aligned_total([sizes[key]])
+    return arrays
+
+
+def renew(block: Block, allocate: Allocate, keep: Iterable[str]) -> None:
+    """Let the large arrays of a block lie in memory that is sent without a copy, if there is some.
+    Only those that `keep` names have their content afterwards."""
+    if block.frame_bytes < LEAST_SHARED:
+        return
+    sizes = tuple(map(len, block.frames))
+    memory = allocate(aligned_total(sizes))
+    kept = {key: block[key] for key in keep}
+    if memory is None:  # the receiver may still use what was sent before
+        block.move()
+    else:
+        places = zip(consecutive(sizes), sizes, strict=True)
+        block.move([memory.data[place : place + size] for place, size in places])
+    for key, array in kept.items():
+        if block[key] is not array:
+            block[key][:] = array
+
+
+@lru_cache(maxsize=256)
+def consecutive(sizes: tuple[int, ...]) -> list[int]:
+    """Where frames of these sizes begin that lie one behind the other in a slot."""
+    return [aligned_total(sizes[:index]) for index in range(len(sizes))]
+
+
+def aligned_total(sizes: Iterable[int]) -> int:
     """Bytes that frames of these sizes take in a slot."""
     return sum(size + -size % _ALIGN for size in sizes)
 
@@ -72,31 +124,34 @@ class Slab:
         self._sizes = [0] * slots  # bytes that are reserved, by slot
         self._held = bytearray(slots)
         self._release = [_Release(self._held, slot) for slot in range(slots)]
-        self._arrays: list[weakref.ref[NDArray[np.uint8]] | None] = [None] * slots
-        self._filled = -1  # the slot that was filled last, until it is sent
+        self._arrays: list[weakref.ref[Memory] | None] = [None] * slots
         try:
             os.ftruncate(self.descriptor, _PAGE + slots * self.slot_bytes)
             os.posix_fallocate(self.descriptor, 0, _PAGE)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
             self._memory = mmap.mmap(self.descriptor, 0)
+            self._begin = _address(self._memory) + _PAGE
         except BaseException:
             os.close(self.descriptor)
             raise
         weakref.finalize(self, _give_back, self.descriptor, self._sizes).atexit = False
 
-    def fill(self, frames: Sequence[Buffer]) -> list[Buffer] | None:
-        """Copies of frames in a slot of their own, which is held until they are gone; None if none
-        is free."""
-        sizes = [len(frame) for frame in frames]
-        total = aligned_total(sizes)
+    def allocate(self, size: int) -> Memory | None:
+        """Memory in a slot of its own, which is held until it is gone; None if none is free."""
         slot = self._free_slot()
-        if slot < 0 or total > self.slot_bytes or not self._reserve(slot, total):
+        if slot < 0 or size > self.slot_bytes or not self._reserve(slot, size):
             return None
-        start = _PAGE + slot * self.slot_bytes
-        array = np.ndarray((total,), np.uint8, self._memory, start)
+        array = np.ndarray((size,), np.uint8, self._memory, _PAGE + slot * self.slot_bytes)
         self._held[slot] = _BUSY
         self._arrays[slot] = weakref.ref(array, self._release[slot])
-        self._filled = slot
+        return array
+
+    def fill(self, frames: Sequence[Buffer]) -> list[Buffer] | None:
+        """Copies of frames in a slot of their own; None if none is free."""
+        sizes = [len(frame) for frame in frames]
+        array = self.allocate(aligned_total(sizes))
+        if array is None:
+            return None
         view, copies, place = array.data, list[Buffer](), 0
         for frame, size in zip(frames, sizes, strict=True):
             copy = view[place : place + size]
@@ -108,18 +163,22 @@ class Slab:
             place += size + -size % _ALIGN
         return copies
 
-    def send(self) -> int:
-        """The slot that was filled last, which belongs to the receiver from now on as well."""
-        slot, self._filled = self._filled, -1
+    def find(self, frames: Sequence[Buffer]) -> tuple[int, list[int]]:
+        """The slot in which frames lie, and where each begins in it, -1 for one that does not; a
+        slot of -1 if there is none, or the receiver has it."""
+        slot, places = -1, []
+        for frame in frames:
+            place = _address(frame) - self._begin if isinstance(frame, memoryview) else -1
+            if slot < 0 and 0 <= place < len(self._held) * self.slot_bytes:
+                slot = place // self.slot_bytes
+            place -= slot * self.slot_bytes
+            places.append(place if slot >= 0 and 0 <= place < self.slot_bytes else -1)
+        return (slot, places) if slot >= 0 and not self._memory[slot] else (-1, [])
+
+    def send(self, slot: int) -> int:
+        """Let a slot belong to the receiver from now on as well."""
         self._memory[slot] = _BUSY
         return slot
-
-    def is_own(self, frame: Buffer) -> bool:
-        """Whether `fill` made this frame last, and it was not sent."""
-        if self._filled < 0 or not isinstance(frame, memoryview):
-            return False
-        array, memory = self._arrays[self._filled], cast(object, frame.obj)
-        return array is not None and memory is array()
 
     def _free_slot(self) -> int:
         slot, slots = -1, len(self._held)
@@ -143,6 +202,11 @@ class Slab:
             return False
         self._sizes[slot] += more
         return True
+
+
+def _address(buffer: Buffer | mmap.mmap) -> int:
+    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    return address
 
 
 class _Release:
@@ -201,21 +265,19 @@ class SlabView:
         self._owners = mmap.mmap(descriptor, _PAGE)
         self._memory = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ)
         self._release = [_Release(self._owners, slot) for slot in range(self._slots)]
-        self._arrays: list[weakref.ref[NDArray[np.uint8]] | None] = [None] * self._slots
+        self._arrays: list[weakref.ref[Memory] | None] = [None] * self._slots
 
-    def frames(self, slot: int, sizes: Sequence[int]) -> list[memoryview]:
-        """Views of the frames in a slot, which is free again when they are gone.
+    def frames(self, slot: int, places: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Views of the frames with these places and sizes in a slot, which is free again when they
+        are gone.
 
         Raises:
             MessageError: They are not inside the slot.
         """
-        total = aligned_total(sizes)
+        total = max(place + size for place, size in places)
         if not 0 <= slot < self._slots or total > self._slot_bytes:
             raise MessageError("A message refers to memory outside of a slot.")
         array = np.ndarray((total,), np.uint8, self._memory, _PAGE + slot * self._slot_bytes)
         self._arrays[slot] = weakref.ref(array, self._release[slot])
-        view, frames, place = array.data, list[memoryview](), 0
-        for size in sizes:
-            frames.append(view[place : place + size])
-            place += size + -size % _ALIGN
-        return frames
+        view = array.data
+        return [view[place : place + size] for place, size in places]

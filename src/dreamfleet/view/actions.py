@@ -101,7 +101,7 @@ def stop_run(run: Run) -> str:
 def request_save(run: Run) -> str:
     """Ask for a checkpoint; returns what was done."""
     if not run.row.running:
-        return "The run is not running: its last checkpoint holds everything."
+        return "The run is not running: there is nothing to save."
     try:
         (run.path / SAVE_REQUEST).touch()
     except OSError as error:

@@ -100,7 +100,7 @@ def missing_hours(runs: Sequence[Run], options: CurveOptions) -> str:
     names = [run.name for run in runs if run.scores.rows and run.scores.hours is None]
     if options.axis != "hours" or not names:
         return ""
-    return f"Not drawn over hours, because episodes lack a time: {', '.join(names)}."
+    return f"Not drawn over hours, because their episodes have no time: {', '.join(names)}."
 
 
 def smoothed(values: Floats, weight: float) -> Floats:

@@ -23,7 +23,7 @@ from dataclasses import replace
 from dreamfleet.agents import Dreamer
 from dreamfleet.agents.dreamer.runtime.devices import Placement
 from dreamfleet.agents.dreamer.imagination import IMAGINATION
-from benchmarks.lowering import collectives_in_loops
+from collectives import collectives_in_loops
 from dreamfleet.errors import ConfigError
 
 from own_parts import BARLOW, OWN_LOSSES

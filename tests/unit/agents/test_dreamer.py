@@ -595,9 +595,9 @@ def test_stream_prefetches_and_passes_errors_on(shared: Dreamer) -> None:
         ({"image": Space(np.uint8, (30, 30, 3))} | FLAGS, ACTIONS, "multiples of 4"),
         ({"image": Space(np.float32, (16, 16, 3))} | FLAGS, ACTIONS, "image_layout"),
         ({"cube": Space(np.float32, (2, 2, 2, 2))} | FLAGS, ACTIONS, "4 dimensions"),
-        (FLAGS, ACTIONS, "nothing to observe"),
+        (FLAGS, ACTIONS, "holds only reward and flags"),
         ({"vector": Space(np.float32, (3,))}, ACTIONS, "lacks"),
-        (VECTOR, {"reset": Space(bool)}, "nothing to decide"),
+        (VECTOR, {"reset": Space(bool)}, "holds only reset"),
         ({"big": Space(np.int32)} | FLAGS, ACTIONS, "split it into"),
     ],
 )

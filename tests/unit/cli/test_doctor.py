@@ -34,8 +34,8 @@ def test_this_machine_is_looked_over(
     text = capsys.readouterr().out
     for word in ("Python", "JAX", "cpu", "memory", "disk", "socket files", "ports", "open files"):
         assert word in text
-    assert "fit for training" in text
-    tried = ("compiled function", "file was written", "calls get through", "draws", "✓ works")
+    assert "ready for training" in text
+    tried = ("compiled function", "file was written", "calls get through", "renders", "✓ works")
     for line in text.splitlines():
         assert ("✓" in line) == any(words in line for words in tried), line
     assert re.search(r"· +extra plot +matplotlib [\d.]+, not tried", text)

@@ -197,7 +197,7 @@ def test_small_images_are_enlarged(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--episodes", "0"], "at least 1"),
-        (["--video", "play.gif"], "has to end in .mp4"),
+        (["--video", "play.gif"], "must end in .mp4"),
     ],
 )
 def test_mistakes_are_sentences(

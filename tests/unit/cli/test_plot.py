@@ -137,7 +137,7 @@ def test_panels_are_tasks(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["nowhere"], "holds no run"),
-        (["RUN", "--out", "curves.jpeg"], "has to end in .png"),
+        (["RUN", "--out", "curves.jpeg"], "must end in .png"),
         (["RUN", "--bins", "1"], "at least 2"),
         ([], "LOGDIRS is missing"),
     ],

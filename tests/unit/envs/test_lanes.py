@@ -283,7 +283,7 @@ def test_refusals() -> None:
 
     for make, message in (
         (wrong, "has 2 environments, and 1 were asked for"),
-        (no_vector, "has no num_envs, so it is no vector environment"),
+        (no_vector, "has no num_envs, so it is not a vector environment"),
         (no_mode, "does not say how its episodes end"),
     ):
         with pytest.raises(EnvError, match=message):

@@ -255,7 +255,7 @@ def test_a_repeat_of_one_is_one() -> None:
         ("gym:LabPole-v3", UnknownTaskError, "of yours registers it, write module:LabPole-v3"),
         ("worlds.py:native", UnknownTaskError, "drop .py and write worlds:native"),
         ("my_lab/worlds.py:native", UnknownTaskError, "write my_lab.worlds:native"),
-        ("my_lab.worlds:broken", EnvError, "str is no environment"),
+        ("my_lab.worlds:broken", EnvError, "str is not an environment"),
         ("my_lab.needy:make", EnvError, "cannot be imported: No module named 'a_package"),
     ],
 )
@@ -354,5 +354,5 @@ def test_seeds_of_environments_differ() -> None:
 
 
 def test_adapting_tells_what_is_missing() -> None:
-    with pytest.raises(EnvError, match="dict is no environment: it needs obs_space"):
+    with pytest.raises(EnvError, match="dict is not an environment: it needs obs_space"):
         make_env(lambda: {1: 2})

@@ -17,9 +17,7 @@ from fleet_parts import fixed_address
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env, noop
 from dreamfleet.fleet.factories import logger, replay, stream
-from dreamfleet.parallel import run_fleet
 from dreamfleet.replay import Fractions, Mixture, NotEnoughDataError, ReplayConfig, Uniform
-from dreamfleet.roles.runtime import Factories
 from dreamfleet.spaces import FLAGS
 
 
@@ -101,20 +99,3 @@ def test_the_guide_to_agents_names_every_key_of_a_batch(tmp_path: Path) -> None:
     told = dict(re.findall(r"^\| `(\w+)` \| (\w+)", table, re.MULTILINE))
     spaces = {*env.obs_space, "action", *stored} - set(FLAGS)
     assert {key: batch[key].dtype.name for key in batch.keys() - spaces} == told
-
-
-def test_factories_are_made_from_the_run_as_its_workers_see_it(tmp_path: Path) -> None:
-    """With addresses that others reach, and with the key of the run."""
-
-    class Seen(Exception):
-        pass
-
-    def make(run: RunConfig) -> Factories:
-        assert run.actor_addr.startswith("tcp://127.0.0.1:")
-        assert run.run_keys is not None
-        raise Seen
-
-    config = RunConfig(logdir=tmp_path, task="bundled:dummy", bind="127.0.0.1")
-    assert not config.keys
-    with pytest.raises(Seen):
-        run_fleet(make, config)

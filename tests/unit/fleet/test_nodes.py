@@ -311,7 +311,7 @@ def test_machines_hear_that_the_run_is_over(tmp_path: Path) -> None:
     assert poll(server)["over"] == ""
     server._over = "The run is over."
     assert poll(server)["over"] == "The run is over."
-    assert not server._present()
+    assert all(each.state == "left" for each in server.machines())
     assert poll(server, "another one")["name"] == "", "it does not join any more"
 
 

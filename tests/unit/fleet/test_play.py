@@ -85,7 +85,7 @@ def test_a_round_that_fails_is_noted_and_the_next_one_is_tried(
     monkeypatch.setattr(Policy, "load", failing_load)
     monkeypatch.setattr(Checkpoint, "rate", failing_rate)
     told = threading.Event()
-    logger = Server("inproc://{auto}", "logger")
+    logger = Server("ipc://{auto}", "logger")
     logger.bind("add", lambda *_: told.set())
     checkpoints, parts = Checkpoint(tmp_path / "ckpt" / "agent"), parts_of(run(tmp_path))
     with logger, evaluator(run(tmp_path, logger_addr=logger.address)) as worker:

@@ -295,7 +295,7 @@ def test_what_was_assumed_about_the_environment_is_said_at_the_start(
         "    return env\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("dreamfleet.training.run_fleet", lambda *_: None)
+    monkeypatch.setattr("dreamfleet.training.combined", lambda **_: None)
     config = CONFIG.changed(
         {"task": "boundless:make", "logdir": tmp_path / "run", "eval_episodes": 0}
     )
@@ -308,7 +308,7 @@ def test_settings_that_cannot_work_well_here_are_warned_of_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setattr("dreamfleet.training.run_fleet", lambda *_: None)
+    monkeypatch.setattr("dreamfleet.training.combined", lambda **_: None)
     config = CONFIG.changed(
         {"task": "bundled:catch", "logdir": tmp_path / "run", "eval_episodes": 0}
     )

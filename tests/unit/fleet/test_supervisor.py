@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from fleet_parts import until_stopped
+from launcher_parts import ignore_the_request
 
 from dreamfleet.fleet import status_writer, supervisor
 from dreamfleet.fleet.launchers import (
@@ -354,3 +355,20 @@ def test_an_end_that_gets_on_is_waited_for(
         watching.stop()
         watching.run()
     assert any("agent did not stop within" in line for line in lines) != gets_on
+
+
+def test_a_second_signal_kills_a_worker_that_does_not_stop(tmp_path: Path) -> None:
+    started, lines = tmp_path / "started", list[str]()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def interrupt() -> None:
+        if started.exists():
+            os.kill(os.getpid(), signal.SIGINT)
+
+    stubborn = Worker("env-0", "env", partial(ignore_the_request, started, tmp_path / "over"))
+    with find_launcher("local")(tmp_path) as launcher, pytest.raises(KeyboardInterrupt):
+        Supervisor([stubborn], launcher, say=say).run(interrupt, every=0.05)
+    assert lines == ["Saving and ending; once more ends at once."]

@@ -21,8 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dreamfleet.errors import ConfigError
 from dreamfleet.replay import SamplesPerInsert
-from dreamfleet.replay.positions import Positions, read_steps
-from dreamfleet.roles.scaling.coordinator import ReplayCoordinator, ShardInfo
+from dreamfleet.replay.positions import Positions
+from dreamfleet.roles.scaling.coordinator import ReplayCoordinator
 from dreamfleet.transport import Unanswered
 
 
@@ -131,11 +131,7 @@ class ShardKills(RuleBasedStateMachine):
         run: Any = SimpleNamespace(host_batch=BATCH, replay_shards=2, window=1)
         self.first = Mortal(self.folder / "0", self.ticks[0], shards=2)
         self.coordinator = ReplayCoordinator(self.limiter, self.first, run, AT_ONCE)
-        holdings = [
-            ShardInfo(self.first.own, self.sizes[0]),
-            ShardInfo(self.second.own, self.sizes[1]),
-        ]
-        self.coordinator.begin(dict(enumerate(holdings)))
+        self.coordinator.begin([self.first.own, self.second.own], self.sizes)
 
     def open_second(self) -> None:
         self.second = Mortal(self.folder / "1", self.ticks[1])
@@ -266,19 +262,6 @@ def test_another_number_of_shards_is_refused(tmp_path: Path) -> None:
     Positions(tmp_path / "positions", 0, shards=2)
     with pytest.raises(ConfigError, match=r"over 2 shards.*set replay_shards=2"):
         Positions(tmp_path / "positions", 0, shards=3)
-
-
-def test_others_read_how_many_steps_are_stored(tmp_path: Path) -> None:
-    path = tmp_path / "positions"
-    assert read_steps(path) == 0
-    positions = Positions(path, 0, shards=3)
-    assert read_steps(path) == 0
-    positions.stored(10)
-    positions.heard(2, 5)
-    positions.sampled(99)
-    assert read_steps(path) == positions.steps == 15
-    path.write_bytes(b"damaged")
-    assert read_steps(path) == 0
 
 
 def test_the_limiter_after_a_restart_is_the_limiter_before(tmp_path: Path) -> None:

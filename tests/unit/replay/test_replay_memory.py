@@ -15,7 +15,6 @@ import pytest
 
 from dreamfleet.replay import Replay
 from dreamfleet.replay.storage.memory import _AHEAD, BufferPool
-from dreamfleet.replay.storage.store import _pages
 
 WIDE = 4096
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -116,25 +115,6 @@ def test_nothing_is_read_ahead_into_a_chunk_that_is_being_written(tmp_path: Path
         assert set(chunks.values()) == {False}
 
 
-@LINUX
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without large pages"
-)
-def test_large_pages_are_asked_for_full_chunks_in_memory() -> None:
-    before = set(flags(""))
-    with Replay(5, 1000, chunk=64) as replay:
-        fill(replay, 200)
-        writable = {line: f for line, f in flags("").items() if line not in before and "wr" in f}
-        size = replay._table.store.chunk_bytes  # type: ignore[union-attr]
-        advised = [line for line, flag in writable.items() if "hg" in flag]
-        assert sum(_bytes(line) for line in advised) == 3 * size
-
-
-def _bytes(line: str) -> int:
-    first, last = line.split()[0].split("-")
-    return int(last, 16) - int(first, 16)
-
-
 def test_the_pool_drops_sizes_that_are_not_used_any_more() -> None:
     pool = BufferPool()
     dtype = np.dtype(np.uint8)
@@ -143,17 +123,3 @@ def test_the_pool_drops_sizes_that_are_not_used_any_more() -> None:
         pool.take(((1 << 20) + more,), dtype)
         assert pool.take((1 << 20,), dtype).ctypes.data == first, "what is in use stays"
     assert len(pool._buffers) == 32
-
-
-@pytest.mark.parametrize("length", [1, 2, 65])
-def test_a_byte_of_every_page_of_a_sequence_and_no_other_is_touched(length: int) -> None:
-    """Another may lie behind the chunk, where nothing is mapped."""
-    columns, start = ((8192, 4), (16384, 2048), (1 << 20, 12288)), 7
-    offsets, row_bytes = _pages(columns, length)
-    touched = offsets + start * row_bytes
-    for column, row in columns:
-        first, last = column + start * row, column + (start + length) * row
-        mine = touched[(touched >= first) & (touched < last)]
-        assert set(mine) == set(range(first, last, 4096))
-        touched = np.setdiff1d(touched, mine)
-    assert not len(touched)

@@ -71,15 +71,12 @@ class ReplayMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.directory)
     @rule(capacity=st.one_of(st.none(), st.integers(1, 25)))
     def reopen(self, capacity: int | None) -> None:
-        state = self.replay.save()
         self.replay.close()
         if capacity is not None and capacity < self.model.capacity:
             self.model.capacity = capacity
             self.model.items = self.model.items[-capacity:]
-            living = set(self.model.items)
-            self.model.online = [item for item in self.model.online if item in living]
         self.open(self.model.capacity)
-        self.replay.load(state)
+        self.model.restart()
 
     @invariant()
     def same_items(self) -> None:

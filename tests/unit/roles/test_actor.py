@@ -39,6 +39,9 @@ class Recorder:
         self.calls: list[tuple[Any, ...]] = []
         self.answer = answer
 
+    def memory(self, size: int) -> None:
+        """There is none to share."""
+
     def call(self, *call: Any) -> Replied:
         self.calls.append(call)
         return Replied(self.answer)
@@ -228,6 +231,9 @@ class Away:
 
     def __init__(self) -> None:
         self.closed = threading.Event()
+
+    def memory(self, size: int) -> None:
+        """There is none to share."""
 
     def call(self, *call: Any) -> Any:
         return self

@@ -34,7 +34,8 @@ class Servers:
             "replay": {
                 "position": lambda: position,
                 "raise_position": lambda steps: position,
-                "sample_batch_train": lambda known: batch,
+                "permit": lambda known: known + run.host_batch,
+                "sample_train": lambda: batch,
                 "update": lambda data: 8,
                 "finish": self._finish,
             },

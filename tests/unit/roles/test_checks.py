@@ -449,7 +449,7 @@ def test_a_newer_start_of_an_environment_takes_its_place_and_an_older_one_never_
 
 def test_the_evaluation_takes_its_own_environments_only() -> None:
     groups = [(4, 5), (6, 7)]
-    server = EpisodeServer("inproc://{auto}", groups, max_steps=10, why=lambda _: "")
+    server = EpisodeServer("ipc://{auto}", groups, max_steps=10, why=lambda _: "")
     with server, Client(server.address) as env, Client(server.address) as second:
         for ids in ((0, 1), (5, 6), (4, 4), (-1,)):
             with pytest.raises(RemoteError) as refused:

@@ -98,6 +98,9 @@ class Agent:
         """How many answers were waited for, each time."""
         self._steps, self._stop, self._errors = steps, stop, errors or {}
 
+    def memory(self, size: int) -> None:
+        """There is none to share."""
+
     def call_block(self, method: str, obs: Mapping[str, Any]) -> Reply:
         assert method == "act"
         self.blocks.append({key: value.copy() for key, value in obs.items()})

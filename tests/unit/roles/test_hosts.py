@@ -176,7 +176,7 @@ def test_all_hear_what_all_have_said() -> None:
 def test_a_host_knows_whom_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     there, waited = meeting(3), list[list[int]]()
     monkeypatch.setattr("dreamfleet.roles.scaling.sync._ON_WAIT_SECONDS", 0.001)
-    server = Server("inproc://{auto}", "hosts")
+    server = Server("ipc://{auto}", "hosts")
     server.bind("gather", there.gather, workers=6)
     server.bind("missing", there.missing)
 

@@ -25,12 +25,14 @@ from dreamfleet.roles import fences as fences_file
 from dreamfleet.roles.actor import Actor, StartGate
 from dreamfleet.roles.checks import ObservationCheck, Owners
 from dreamfleet.roles.fences import Fence, FenceReader, Fences, read_fences, write_fences
-from dreamfleet.roles.health import STARTED, health_path
+from dreamfleet.roles.health import STARTED, health_path, read_health
 from dreamfleet.roles.invitations import write_place
 from dreamfleet.roles.logger_client import video_env
 from dreamfleet.roles.policy_batches import policy_sizes
 from dreamfleet.roles.progress import Progress, limiter_for
-from dreamfleet.roles.replay import ReplayService
+from dreamfleet.roles.replay import ReplayService, bind
+from dreamfleet.roles.scaling.shards import ReplayClient
+from dreamfleet.roles.serial import InProcessClient
 from dreamfleet.transport import (
     BatchServer,
     Client,
@@ -199,7 +201,7 @@ def test_a_full_batch_has_no_more_than_are_there(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_is_made_smaller_goes_at_once() -> None:
-    server = BatchServer("inproc://{auto}")
+    server = BatchServer("ipc://{auto}")
     server.bind("double", lambda x: (2 * x, None), batch=4, wait=3600.0)
     with server, Client(server.address) as client:
         futures = [client.call_block("double", np.array([value])) for value in (1, 2)]
@@ -217,6 +219,9 @@ def test_sampling_waits_while_no_environment_has_made_a_sequence(tmp_path: Path)
     parts, stop = factories(run), threading.Event()
     buffers = parts.make_replay_train(), parts.make_replay_eval()
     service = ReplayService(*buffers, parts.make_stream, limiter_for(run), run, stop)
+    service.attach({})
+    shard: Any = InProcessClient("replay")
+    bind(shard, service, run)
     ids = np.arange(JOINED, JOINED + 2 * run.window)
 
     def add(number: int, rows: NDArray[np.int64]) -> None:
@@ -228,14 +233,14 @@ def test_sampling_waits_while_no_environment_has_made_a_sequence(tmp_path: Path)
     sampled = threading.Event()
 
     def sample() -> None:
-        service.sample_batch_train()
+        ReplayClient(run, "learner", 1, [shard]).sample("train")
         sampled.set()
 
     thread = threading.Thread(target=sample)
     thread.start()
     waits = f"no environment has made {run.window} steps in a row yet"
-    assert service.lead is not None
-    eventually(lambda: waits in service.lead.waits())
+    service.report({})
+    assert waits in read_health(health_path(run, "replay")).waiting
     assert not sampled.is_set()
     for number in range(2, 2 + run.window):
         add(number, ids[:1])

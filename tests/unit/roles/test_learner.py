@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +24,9 @@ from dreamfleet.checkpoint import Checkpoint, read_checkpoint
 from dreamfleet.clock import Round
 from dreamfleet.errors import ConfigError
 from dreamfleet.roles.health import Health, read_health
-from dreamfleet.roles.learner import Learner, RemoteStream
+from dreamfleet.roles.learner import Learner
 from dreamfleet.roles.policy_batches import Carries, padded_policy
-from dreamfleet.roles.progress import LOOK_AHEAD, Progress
+from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.saver import SAVE_REQUEST, Saver
 from dreamfleet.roles.scaling.sync import Sync
 from dreamfleet.transport import ArgumentError, Client, Closed, RemoteError, Server
@@ -269,7 +269,8 @@ def test_rounds_of_evaluation_begin_at_their_steps_one_at_a_time_and_over_restar
         restarted = saver(CountingAgent(), config, progress, step)
         restarted.restore()
         progress.restore(step)
-        restarted.begin_round()
+        if restarted.round_is_due():
+            restarted.save(pending=True, wait=False)
         restarted.finish()
         path = checkpoint.pending()
         return None if path is None else read_checkpoint(path).step
@@ -290,43 +291,13 @@ def test_rounds_of_evaluation_begin_at_their_steps_one_at_a_time_and_over_restar
 
 
 class Source:
-    """Stands for a client: replies come from a list of batches, looked up when they are read."""
+    """Stands for a replay that has these batches."""
 
-    def __init__(self) -> None:
-        self.requested: list[str] = []
-        self.batches: list[dict[str, Any]] = []
+    def __init__(self, batches: Sequence[dict[str, Any]] = ()) -> None:
+        self._batches = iter(batches)
 
-    def call(self, method: str, *_: Any) -> Any:
-        self.requested.append(method)
-        number = len(self.requested) - 1
-        source = self
-
-        class Reply:
-            def result(self) -> dict[str, Any]:
-                return source.batches[number] if number < len(source.batches) else {}
-
-        return Reply()
-
-
-def test_batches_come_in_order_and_two_are_under_way() -> None:
-    source = Source()
-    source.batches = [{"number": n} for n in range(10)]
-    stream = RemoteStream(source, "report")  # type: ignore[arg-type]
-    assert source.requested == []
-    for number in range(4):
-        assert stream.take() == {"number": number}
-        assert len(source.requested) == number + 1 + LOOK_AHEAD
-    assert set(source.requested) == {"sample_batch_report"}
-
-
-def test_without_data_there_is_no_batch_and_the_next_one_is_requested_again() -> None:
-    source = Source()
-    stream = RemoteStream(source, "eval")  # type: ignore[arg-type]
-    assert stream.take() is None
-    requested = len(source.requested)
-    source.batches = [{}] * requested + [{"fresh": 1}, {"fresh": 2}]
-    assert stream.take() == {"fresh": 1}
-    assert stream.take() == {"fresh": 2}
+    def sample(self, mode: str) -> dict[str, Any]:
+        return next(self._batches, {})
 
 
 class Granting:
@@ -362,11 +333,10 @@ def test_updates_left_are_those_before_there_was_enough_data_and_no_more(tmp_pat
         progress = Progress(1000)
         progress.restore(step)
         progress.stopped = bool(changes.pop("stopped", False))
-        fills = changes.pop("fills", 1.0)
         config = replace(args, **changes)
-        count = SimpleNamespace(updates=updates, fills=fills, health=Health())
+        count = SimpleNamespace(updates=updates, health=Health())
         client = client or Granting()
-        learner = Learner(None, config, progress, count, None, client, client)  # type: ignore[arg-type]
+        learner = Learner(None, config, progress, count, client, client)  # type: ignore[arg-type]
         learner.begin_end(progress.step)
         found = learner.updates_left()
         learner.finish_replay()
@@ -381,8 +351,6 @@ def test_updates_left_are_those_before_there_was_enough_data_and_no_more(tmp_pat
     assert left(61) == 64  # of 125
     assert left(125) == left(130) == 0
     assert left(0, train_ratio=4096.0) < 4096 * 1000 / 512, "what is owed has a bound"
-    # Replays of other hosts were filled, too, before there was anything to train on.
-    assert left(0, train_ratio=4096.0, fills=3.0) == 4096 * 1000 / 512
     assert left(61, step=999) == 0, "it ended at its target score"
     assert left(61, stopped=True) == left(61, train_ratio=0.0) == 0
 
@@ -394,8 +362,8 @@ def test_a_complete_run_does_not_wait_for_batches_that_its_replay_cannot_give(
     args = small_run(tmp_path, steps=1000, batch_size=16, batch_length=32, train_ratio=64.0, envs=8)
     progress, client = Progress(1000), Granting(enough=enough)
     progress.restore(1000)
-    count: Any = SimpleNamespace(updates=61, fills=1.0, offset=0, health=Health())
-    learner = Learner(None, args, progress, count, None, client, client)  # type: ignore[arg-type]
+    count: Any = SimpleNamespace(updates=61, offset=0, health=Health())
+    learner = Learner(None, args, progress, count, client, client)  # type: ignore[arg-type]
     said = {"stop": False, "finished": True, "sent": True, "steps": 1000, "too little": False}
     assert not learner._apply_round(Round([said])), "updates are missing"
     learner.finish_replay()  # takes the reply
@@ -409,11 +377,9 @@ def test_updates_before_the_first_step_are_asked_for_until_they_are_made(tmp_pat
     count = SimpleNamespace(
         health=Health(),
         updates=3,
-        most_hosts=1,
         save=lambda wait: saved.append(count.updates),
-        give_up=lambda: None,
     )
-    learner = Learner(None, config, progress, count, None, client, client)  # type: ignore[arg-type]
+    learner = Learner(None, config, progress, count, client, client)  # type: ignore[arg-type]
     assert learner.pretrain()
     assert client.granted == [28]
     assert not progress.may_begin(4, 0)
@@ -425,7 +391,7 @@ def test_updates_before_the_first_step_are_asked_for_until_they_are_made(tmp_pat
     progress.restore(5)
     assert not learner.pretrain(), "the run has begun"
     too_few: Any = Granting(enough=False)
-    learner = Learner(None, config, Progress(600), count, None, too_few, too_few)  # type: ignore[arg-type]
+    learner = Learner(None, config, Progress(600), count, too_few, too_few)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="needs 16 steps in prefill"):
         learner.pretrain()
 
@@ -451,17 +417,18 @@ class Stopping(CountingAgent):
 
 @pytest.mark.parametrize("what", ["train", "report"])
 def test_an_agent_that_is_to_stop_does_not_train_and_report_on(tmp_path: Path, what: str) -> None:
-    progress, source = Progress(), Source()
-    source.batches = [{"number": 0}] * 20
+    progress, source = Progress(), Source([{"number": 0}] * 20)
     agent = Stopping(progress)
     config = small_run(tmp_path, report_every=1e-6, report_batches=5)
     client: Any = SimpleNamespace(
-        add=lambda *_: None, status=lambda: SimpleNamespace(wait=lambda _: None), call=source.call
+        add=lambda *_: None,
+        status=lambda: SimpleNamespace(wait=lambda _: None),
+        sample=source.sample,
     )
     saves = saver(agent, config, progress)
-    learner = Learner(agent, config, progress, saves, client, client, client)
+    learner = Learner(agent, config, progress, saves, client, client)
     if what == "train":
-        learner.run(client)
+        learner.run()
     else:
         learner.report()
     assert agent.done == [what]
@@ -479,7 +446,7 @@ def test_a_refused_metric_is_logged_and_refused_states_end_the_agent(
     agent, progress, config = CountingAgent(), Progress(), small_run(tmp_path)
     saves = saver(agent, config, progress)
     with server, Client(server.address, timeout=60) as client:
-        learner = Learner(agent, config, progress, saves, client, client, client)
+        learner = Learner(agent, config, progress, saves, client, client)
 
         def twice(work: Callable[[], None]) -> None:
             """And wait for the replies in between, which may also come at once."""
@@ -491,7 +458,7 @@ def test_a_refused_metric_is_logged_and_refused_states_end_the_agent(
         assert "'add' failed" in caplog.text
         batch = {"stepid": np.zeros((2, 4, 20), np.uint8)}
         with pytest.raises(RemoteError, match="this cannot be taken"):
-            twice(lambda: learner.update(batch, at_once=True))
+            twice(lambda: (learner.update(batch), learner.process()))
 
 
 class Traced(CountingAgent):
@@ -542,7 +509,7 @@ class Told(Granting):
 
 def learner_of(agent: Any, config: Any) -> tuple[Learner, Saver, Told]:
     saving, told = saver(agent, config, Progress()), Told()
-    learner = Learner(agent, config, Progress(), saving, told, told, told)  # type: ignore[arg-type]
+    learner = Learner(agent, config, Progress(), saving, told, told)  # type: ignore[arg-type]
     return learner, saving, told
 
 
@@ -597,17 +564,6 @@ def test_a_few_updates_are_profiled_once_and_fewer_if_the_run_ends(tmp_path: Pat
     assert agent.traced == [], "it was not asked for"
 
 
-def test_a_run_remembers_how_many_hosts_it_had(tmp_path: Path) -> None:
-    config, two = small_run(tmp_path), Sync()
-    two.count = 2
-    Saver(CountingAgent(), config, Progress(), ReplayClient(), LoggerClient(None), two).save()
-    for _ in range(2):  # also after the others have left
-        alone = saver(CountingAgent(), config, Progress())
-        alone.restore()
-        assert alone.fills == 3.0
-        alone.save()
-
-
 def test_a_learner_says_that_it_waits_for_a_host_that_compiles(tmp_path: Path) -> None:
     shown: list[str] = []
 
@@ -620,7 +576,7 @@ def test_a_learner_says_that_it_waits_for_a_host_that_compiles(tmp_path: Path) -
     args = small_run(tmp_path, hosts=4, batch_size=4)
     count: Any = SimpleNamespace(updates=0, health=SimpleNamespace(waits=shown.append))
     none: Any = None
-    learner = Learner(CountingAgent(), args, Progress(), count, none, none, none, sync=Others())
+    learner = Learner(CountingAgent(), args, Progress(), count, none, none, Others())
     learner._await_hosts()
     assert shown == [
         "the learner waits for host 1, which is compiling",
@@ -634,17 +590,12 @@ class Withheld(Source):
     it is told."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__([{"stepid": np.zeros((1, 20), np.uint8)}])
         self.go, self.told = threading.Event(), threading.Semaphore(0)
-        self.batches = [{"stepid": np.zeros((1, 20), np.uint8)}] * 100
 
-    def call(self, method: str, *args: Any) -> Any:
-        super().call(method, *args)
-        if len(self.requested) == 1:
-            return SimpleNamespace(result=lambda: self.batches[0])
-        return SimpleNamespace(result=self._wait)
-
-    def _wait(self) -> Any:
+    def sample(self, mode: str) -> dict[str, Any]:
+        if batch := super().sample(mode):
+            return batch
         self.go.wait()
         raise Closed("The client was closed.")
 
@@ -664,8 +615,8 @@ def test_a_learner_that_waits_for_a_batch_logs_and_saves(tmp_path: Path) -> None
     client: Any = source
     config = small_run(tmp_path, log_every=0.01, report_every=0.0, save_every=0.01)
     saves = saver(agent, config, progress)
-    learner = Learner(agent, config, progress, saves, client, client, client)
-    thread = threading.Thread(target=learner.run, args=[client])
+    learner = Learner(agent, config, progress, saves, client, client)
+    thread = threading.Thread(target=learner.run)
     thread.start()
     saved = Checkpoint(tmp_path / "ckpt" / "agent")
 

@@ -24,7 +24,7 @@ ENVS = 4
 
 
 def open_service(config: RunConfig) -> ReplayService:
-    return ReplayService(
+    service = ReplayService(
         replay(config, "replay"),
         replay(config, "eval_replay"),
         partial(stream, config),
@@ -32,6 +32,14 @@ def open_service(config: RunConfig) -> ReplayService:
         config,
         threading.Event(),
     )
+    service.attach({})
+    return service
+
+
+def sample(service: ReplayService) -> dict[str, Any]:
+    """A batch, as a learner gets it."""
+    service.lead.permit(service.lead.position()["samples"])
+    return service.sample("train")
 
 
 def steps(number: int) -> dict[str, Any]:
@@ -58,11 +66,11 @@ def test_counts_and_limiter_are_those_of_the_kill(tmp_path: Path) -> None:
     service = open_service(config)
     play(service, 0, 10)
     for _ in range(4):
-        service.sample_batch_train()
+        sample(service)
     service.save()
     play(service, 10, 14)
     for _ in range(3):
-        service.sample_batch_train()
+        sample(service)
     before = service.lead.position()
     assert (before["steps"], before["samples"]) == (56, 14)
     again = open_service(killed_and_moved(config, tmp_path / "2"))
@@ -78,7 +86,7 @@ def test_a_kill_before_the_first_save_loses_no_count(tmp_path: Path) -> None:
     config = small_run(tmp_path / "1", train_ratio=2.0)
     service = open_service(config)
     play(service, 0, 9)
-    service.sample_batch_train()
+    sample(service)
     again = open_service(killed_and_moved(config, tmp_path / "2"))
     assert again.lead.position() == service.lead.position()
     assert again.lead.position()["steps"] == 36
@@ -94,12 +102,12 @@ def test_counts_limiter_and_batches_after_a_power_cut(
     service = open_service(config)
     play(service, 0, 10)
     for _ in range(4):
-        service.sample_batch_train()
+        sample(service)
     service.save()
     saved, positions = service.lead.position(), "ckpt/replay/positions"
     shutil.copy(config.logdir / positions, tmp_path)
     play(service, 10, 12)
-    service.sample_batch_train()
+    sample(service)
     before = service.lead.position()
     moved = killed_and_moved(config, tmp_path / "2")
     if counts == "of the save":
@@ -108,12 +116,12 @@ def test_counts_limiter_and_batches_after_a_power_cut(
     monkeypatch.setattr(journal, "BOOT_ID", tmp_path / "boot")
     (tmp_path / "boot").write_text("another")
     again = open_service(moved)
-    assert again.holding()["size"] == saved["steps"] == 40
+    assert again.stats()["replay"]["steps"] == saved["steps"] == 40
     assert again.lead.position() == before
     limiter = again.lead._limiter
     assert limiter.avail == pytest.approx(again._positions.owed(limiter, 40))
     play(again, 8, 12)  # two of these four are stored, and the answers to all were lost
-    assert again.holding()["size"] == 48
+    assert again.stats()["replay"]["steps"] == 48
     assert again.lead.position()["steps"] == before["steps"] + 8
 
 
@@ -143,7 +151,7 @@ def test_what_cannot_be_saved_is_let_go_of_all_the_same(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(service._checkpoint, "save", full)
+    monkeypatch.setattr(service._positions, "flush", full)
     with pytest.raises(OSError, match="No space left") as kept:  # which holds the frames
         service.close()
     assert open_service(config).lead.position()["steps"] == 40

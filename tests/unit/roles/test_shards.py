@@ -25,8 +25,8 @@ from dreamfleet.replay.positions import Positions
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.replay import parallel_replay, together
 from dreamfleet.roles.runtime import StopSignal
-from dreamfleet.roles.scaling.coordinator import ReplayCoordinator, ShardInfo
-from dreamfleet.roles.scaling.shards import ChunkToShard, ShardedReplay, replay_client, split_batch
+from dreamfleet.roles.scaling.coordinator import ReplayCoordinator
+from dreamfleet.roles.scaling.shards import ChunkToShard, ReplayClient, split_batch
 from dreamfleet.transport import Client, RemoteError
 
 ENVS, LENGTH, LONG = 5, 4, 120.0
@@ -136,32 +136,27 @@ def test_two_shards_store_and_draw_what_one_replay_does(tmp_path: Path) -> None:
     rows = {}
     for shards in (1, 2):
         config = sharded(tmp_path / str(shards), shards)
-        chunk_to_shard = ChunkToShard()
-        with (
-            running(config),
-            replay_client(config, "samples", 2, chunk_to_shard) as client,
-            replay_client(config, "updates", 2, chunk_to_shard) as updates,
-        ):
+        with running(config), ReplayClient(config, "learner", 2) as client:
             fill(client)
             # A message that is sent again stores nothing.
             again = (steps([0], 59), np.array([0]), False, "actor", 59)
             assert client.call("add_batch", *again).result(LONG) == 0
             is_eval = (steps([ENVS, ENVS + 1], 0), np.array([ENVS, ENVS + 1]), True, "actor", 60)
-            assert client.call("sample_batch_eval").result(LONG) == {}
+            assert client.sample("eval") == {}
             assert client.call("add_batch", *is_eval).result(LONG) == 2
             drawn: list[tuple[int, int]] = []
             for _ in range(12):
-                batch = client.call("sample_batch_train").result(LONG)
+                batch = client.sample("train")
                 drawn += windows_of(batch)
                 assert batch["stepid"].shape == (6, LENGTH, 20)
                 states = (batch["vector"][..., 0] * 100 + batch["vector"][..., 1]).astype(
                     np.float32
                 )
                 states = {"stepid": batch["stepid"], "state": states}
-                assert updates.call("update", states).result(LONG) == 6 * LENGTH
+                assert client.call("update", states).result(LONG) == 6 * LENGTH
             fresh = {(e, s) for e, s in ALL_WINDOWS if s % LENGTH == 1}
             assert set(drawn[: len(fresh)]) == fresh
-            report = client.call("sample_batch_report").result(LONG)
+            report = client.sample("report")
             assert set(windows_of(report)) <= ALL_WINDOWS
             # Every step of a fresh window has its state by now.
             vector, state = report["vector"], report["state"]
@@ -178,12 +173,12 @@ def test_two_shards_store_and_draw_what_one_replay_does(tmp_path: Path) -> None:
     assert set(rows[2].values()) == {1}
 
 
-class Interrupting(ShardedReplay):
+class Interrupting(ReplayClient):
     """A learner's client that does something between a permission and its batch."""
 
     interrupt: Any = None
 
-    def _splits(self, count: int, mode: str) -> Any:
+    def _splits(self, count: int, mode: Any) -> Any:
         splits = super()._splits(count, mode)
         if self.interrupt is not None:
             interrupt, self.interrupt = self.interrupt, None
@@ -201,7 +196,7 @@ def test_a_shard_that_ends_between_permission_and_batch_costs_neither_batch_nor_
     config = sharded(tmp_path)
     with running(config) as fleet, Interrupting(config, "samples", 2) as client:
         fill(client)
-        assert len(windows_of(client.call("sample_batch_train").result(LONG))) == 6
+        assert len(windows_of(client.sample("train"))) == 6
 
         def interrupt() -> None:
             fleet.end(shard)
@@ -212,7 +207,7 @@ def test_a_shard_that_ends_between_permission_and_batch_costs_neither_batch_nor_
             fleet.start(shard)
 
         client.interrupt = interrupt
-        batch = windows_of(client.call("sample_batch_train").result(LONG))
+        batch = windows_of(client.sample("train"))
         assert len(batch) == 6
         assert client.call("position").result(LONG) == {"steps": 180, "samples": 12}
         more = (steps([0, 1], 90), np.array([0, 1]), False, "actor", 100)
@@ -225,13 +220,13 @@ BAD_CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("shares", ("all",)),
     ("shares", ([],)),
     ("shares", (np.zeros(2),)),
-    ("sample_part_train", (0, [0], 5)),
-    ("sample_part_train", (3, [4], 5)),
-    ("sample_part_train", (-1, [3], 5)),
-    ("sample_part_train", (0, [1, 1], 5)),
-    ("sample_part_train", (0, 7, 5)),
-    ("sample_part_train", (0.5, [1], 5)),
-    ("sample_part_eval", (0, [1], "x")),
+    ("sample_train", (0, [0], 5)),
+    ("sample_train", (3, [4], 5)),
+    ("sample_train", (-1, [3], 5)),
+    ("sample_train", (0, [1, 1], 5)),
+    ("sample_train", (0, 7, 5)),
+    ("sample_train", (0.5, [1], 5)),
+    ("sample_eval", (0, [1], "x")),
     ("permit", (1.5,)),
     ("permit", (-1,)),
     ("inserted", (0, "many")),
@@ -247,7 +242,7 @@ def test_nonsense_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     with (
         running(config),
         Client(find_server(config, "replay"), "stranger") as coordinator,
-        replay_client(config, "samples", 2) as client,
+        ReplayClient(config, "samples", 2) as client,
     ):
         fill(client)
         for method, args in BAD_CALLS:
@@ -259,14 +254,14 @@ def test_nonsense_is_refused_and_changes_nothing(tmp_path: Path) -> None:
                 refused.value,
             )
         assert client.call("position").result(LONG) == {"steps": 180, "samples": 0}
-        assert len(windows_of(client.call("sample_batch_train").result(LONG))) == 6
+        assert len(windows_of(client.sample("train"))) == 6
 
 
 def test_a_replay_with_too_few_steps_left_is_filled_again(tmp_path: Path) -> None:
     run: Any = sharded(tmp_path, batch_size=2)
     limiter = SamplesPerInsert(0.5, 8.0, 10, 8.0)
     coordinator = ReplayCoordinator(limiter, Positions(None, 0, 2), run, threading.Event())
-    coordinator.begin({0: ShardInfo(0, 0), 1: ShardInfo(0, 0)})
+    coordinator.begin([0, 0], [0, 0])
     coordinator.inserted(1, 12)
     assert limiter.can_sample()
     assert coordinator.opened(1, 12, 12) == 12
@@ -290,7 +285,7 @@ def test_the_limiters_walk_does_not_depend_on_the_number_of_shards(
     coordinator = ReplayCoordinator(
         limiter, positions, sharded(tmp_path, shards, batch_size=2), threading.Event()
     )
-    coordinator.begin({shard: ShardInfo(0, 0) for shard in range(shards)})
+    coordinator.begin([0] * shards, [0] * shards)
     made, known, walk = [0] * shards, 0, []
     for _ in range(500):
         if plain.can_insert() and (not plain.can_sample() or rng.random() < 0.6):
@@ -470,15 +465,17 @@ def test_steps_of_other_runs_are_spread_over_the_shards(
 
 
 def test_statistics_are_those_of_all_shards() -> None:
-    first = {"items": 30.0, "inserts": 40.0, "samples": 10.0, "replay_ratio": 1.0}
-    second = {"items": 10.0, "inserts": 20.0, "samples": 30.0, "replay_ratio": 6.0}
+    first = {"items": 30.0, "inserts": 40.0, "samples": 10.0}
+    second = {"items": 10.0, "inserts": 20.0, "samples": 30.0}
     ages = (
         {"sample_age_mean": 3.0, "sample_age_max": 6.0},
         {"sample_age_mean": 4.0, "sample_age_max": 5.0},
     )
-    found = dict(together([{**first, **ages[0]}, {**second, **ages[1]}]))
+    shards = [{**first, **ages[0]}, {**second, **ages[1]}]
+    for alone in shards:
+        assert together([alone]) == pytest.approx(alone)
+    found = together(shards)
     assert found["items"] == 40
-    assert found["replay_ratio"] == pytest.approx((40 + 120) / 60)
     assert found["sample_age_max"] == 20  # of the second shard, in sequences of both
     assert found["sample_age_mean"] == pytest.approx((10 * 4 + 30 * 16) / 40)
 

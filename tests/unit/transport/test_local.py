@@ -15,7 +15,18 @@ import numpy as np
 import pytest
 from transport_processes import ServerProcess
 
-from dreamfleet.transport import Client, RemoteError, Server, local, slab
+from dreamfleet.transport import (
+    BatchServer,
+    Block,
+    Client,
+    RemoteError,
+    Server,
+    answer_memory,
+    local,
+    renew,
+    shared_arrays,
+    slab,
+)
 from dreamfleet.transport.address import parse, resolve
 from dreamfleet.transport.codec import Buffer
 from dreamfleet.transport.errors import MessageError
@@ -112,7 +123,7 @@ def test_what_is_kept_for_another_attempt_keeps_its_slot(ends: Ends) -> None:
     assert receive(other)[1] == bytes(LARGE)  # the receiver has no view left
     assert one._slab
     assert one._slab._free_slot() == 1
-    one.send([b"again", *kept])  # copied into another slot, because the receiver had this one
+    one.send([b"again", *kept])
     assert receive(other) == [b"again", bytes(LARGE)]
     del kept
     assert one._slab._free_slot() == 0
@@ -159,9 +170,13 @@ def test_memory_that_could_shrink_or_is_no_slab_is_refused() -> None:
         with pytest.raises(MessageError, match="may shrink"):
             SlabView(descriptor, size)
     view = SlabView(good.descriptor, good.slot_bytes)
-    for slot, sizes in ((MAX_SLOTS, [1]), (0, [good.slot_bytes, 1])):
+    for slot, places in (
+        (MAX_SLOTS, [(0, 1)]),
+        (0, [(0, 1), (good.slot_bytes, 1)]),
+        (0, [(1, good.slot_bytes)]),
+    ):
         with pytest.raises(MessageError, match="outside of a slot"):
-            view.frames(slot, sizes)
+            view.frames(slot, places)
     os.close(odd)
 
 
@@ -283,3 +298,75 @@ def test_a_value_that_is_refused_costs_no_slot() -> None:
         gc.collect()
         link: Any = client._connection._link
         assert link._slab._free_slot() == 0
+
+
+def test_arrays_that_are_made_in_shared_memory_are_not_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes = {"image": ((8, 64, 64, 3), np.dtype(np.uint8)), "x": ((8, 1024), np.dtype("f4"))}
+
+    def double(value: dict[str, Any]) -> dict[str, Any]:
+        made = shared_arrays(answer_memory, shapes)
+        for key, array in made.items():
+            np.multiply(value[key], 2, out=array)
+        return {**made, "small": np.arange(3)}
+
+    def act(obs: dict[str, Any]) -> Any:
+        return obs["image"][:, 0, 0, 0] + obs["envid"], None
+
+    block = Block({"image": np.zeros((8, 64, 64, 3), np.uint8), "envid": np.arange(8)})
+    server, batches = Server("ipc://{auto}"), BatchServer("ipc://{auto}")
+    server.bind("double", double)
+    batches.bind("act", act, batch=8)
+    with (
+        server,
+        batches,
+        Client(server.address, timeout=60) as client,
+        Client(batches.address, timeout=60) as env,
+    ):
+        assert client.memory(LARGE) is None, "before the first call"
+
+        def call(number: int) -> None:
+            made = shared_arrays(client.memory, shapes)
+            for array in made.values():
+                array[:] = number
+            answer = client.double(made).result()
+            assert {key: set(np.unique(answer[key])) for key in shapes} == {
+                key: {2 * number} for key in shapes
+            }
+            renew(block, env.memory, ["envid"])
+            block["image"][:] = number
+            assert env.call_block("act", block).result().tolist() == [
+                number + envid for envid in range(8)
+            ]
+
+        for number in range(3):  # until both sides have shared their memory
+            call(number)
+        monkeypatch.setattr(Slab, "fill", None)  # a copy fails
+        for number in range(3, 100):  # more than there are slots
+            call(number)
+
+
+def test_a_block_that_finds_no_slot_leaves_those_alone_that_are_in_use() -> None:
+    held: list[Any] = []
+
+    def act(obs: dict[str, Any]) -> Any:
+        held.append(obs["image"])
+        return obs["envid"], None
+
+    block = Block({"image": np.zeros((8, 64, 64, 3), np.uint8), "envid": np.arange(8)})
+    server = BatchServer("ipc://{auto}")
+    server.bind("act", act, batch=8)
+    with server, Client(server.address, timeout=60) as client:
+        for number in range(MAX_SLOTS + 10):
+            renew(block, client.memory, ["envid"])
+            block["image"][:] = number
+            assert client.call_block("act", block).result().tolist() == list(range(8))
+        link: Any = client._connection._link
+        assert link._slab._free_slot() == -1
+        assert [set(np.unique(each)) for each in held] == [{n} for n in range(MAX_SLOTS + 10)]
+        del held[0], held[-3:]
+        renew(block, client.memory, ["envid"])
+        block["image"][:] = 200
+        client.call_block("act", block).result()
+        assert set(np.unique(held[-1])) == {200}

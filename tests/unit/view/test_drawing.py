@@ -151,7 +151,7 @@ def test_a_run_without_all_times_is_not_drawn_over_hours(tmp_path: Path) -> None
     (panel,) = panels([run, older], SCORE, CurveOptions(axis="hours"))
     assert [each.config.seed for group in panel.groups for each in group.runs] == [0]
     told = missing_hours([run, older], CurveOptions(axis="hours"))
-    assert told.endswith("episodes lack a time: older.")
+    assert told.endswith("their episodes have no time: older.")
     assert older.row.hours is None
     assert missing_hours([run, older], CurveOptions()) == ""
 

@@ -203,12 +203,10 @@ def check_spaces(obs_space: Spaces, act_space: Spaces) -> None:
     if missing:
         raise SpaceError(f"The observation space lacks {', '.join(missing)}; add these keys.")
     if not observed(obs_space):
-        raise SpaceError("There is nothing to observe: add a key to reward and flags.")
+        raise SpaceError("The observation space holds only reward and flags: add a key.")
     actions = without_reset(act_space)
     if not actions:
-        raise SpaceError(
-            "There is nothing to decide: the action space holds only reset; add a key."
-        )
+        raise SpaceError("The action space holds only reset: add a key.")
     for name, space in actions.items():
         _check_choices(name, space)
     ActionMask.of(obs_space, act_space)

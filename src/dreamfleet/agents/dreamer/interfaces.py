@@ -184,8 +184,7 @@ def _find(kind: str, setting: str, name: str) -> Any:
         lacks = f"lacks {lacks}" if lacks else ""
     if lacks:
         raise ConfigError(
-            f"{setting} {lacks}: name a class that offers what {_PACKAGE}.{_STATED_IN[kind]} "
-            "asks for."
+            f"{setting} {lacks}: name a class that implements {_PACKAGE}.{_STATED_IN[kind]}."
         )
     return found
 

@@ -6,15 +6,14 @@ environment variables are as ever, Ray chooses machine and accelerator, and the 
 its actor, whatever ends that. Each start has an actor of its own.
 
 Every machine has to see the run's directory, where servers publish their addresses and output goes
-to `logs/` (and to Ray's logs). The key comes with what the process is told to do, and touches no
-disk. Everything else flows over our own transport.
+to `logs/`. The key comes with what the process is told to do, and touches no disk. Everything else
+flows over our own transport.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import queue
 import re
 import secrets
 import signal
@@ -108,8 +107,6 @@ class _Host:
         """Start the process; returns its pid, and where its output begins in the log."""
         function = partial(_run, keys, ray.util.get_node_ip_address(), path, payload)
         self._worker = LocalWorker(worker, cloudpickle.dumps(function), log_file)
-        copy = partial(_copy, log_file, self._worker.log_start, self._worker.wait)
-        threading.Thread(target=copy, name="copy", daemon=True).start()
         return self._worker.pid, self._worker.log_start
 
     def wait(self) -> int:
@@ -126,21 +123,6 @@ class _Host:
     def kill(self) -> None:
         if self._worker:
             self._worker.kill()
-
-
-def _copy(path: Path, start: int, wait: Callable[[float], int | None]) -> None:
-    """Copy what a process writes to its log to this actor's output, which is Ray's."""
-    with path.open("rb") as file:
-        file.seek(start)
-        while True:
-            ended = wait(0.5) is not None
-            if file.tell() > path.stat().st_size:  # the process has moved its log away
-                file.seek(0)
-            if text := file.read():
-                sys.stdout.write(text.decode(errors="replace"))
-                sys.stdout.flush()
-            if ended:
-                return
 
 
 def _run(keys: Keys | RoleKey | None, host: str, path: Sequence[str], payload: bytes) -> None:
@@ -168,15 +150,12 @@ class RayLauncher:
         self.payloads: dict[str, bytes] = {}
         self._placed: dict[str, tuple[Any, Place]] = {}
         self._homes: dict[str, str] = {}
-        self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._running: list[RayWorker] = []
         self._disconnect: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Self:
         self.mark.parent.mkdir(parents=True, exist_ok=True)
         self.mark.touch()
-        self._thread = threading.Thread(target=self._obey, name="ray-commands", daemon=True)
-        self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -184,8 +163,6 @@ class RayLauncher:
             ray.kill(host)
         for worker in self._running:
             worker.kill()
-        self.commands.put(None)
-        self._thread.join()
         for worker in self._running:
             worker.wait()
         self.mark.unlink(missing_ok=True)
@@ -221,15 +198,6 @@ class RayLauncher:
         path = Path(self._args.keys or self._logdir / "keys")
         keys = load_key(path) if path.exists() else None
         return keys.for_role("env") if isinstance(keys, Keys) and worker.role == "env" else keys
-
-    def _obey(self) -> None:
-        """Calls of Ray on behalf of code that must not wait, such as a signal handler."""
-        while (command := self.commands.get()) is not None:
-            # Ray would connect once more, and abort the process over an actor it does not know.
-            if not ray.is_initialized():
-                continue
-            with suppress(ray.exceptions.RayError, ConnectionError):  # the cluster is gone
-                command()
 
     def _host(self, worker: Worker) -> Any:
         asks, spread = worker.resources, worker.apart or worker.role == "env"
@@ -291,7 +259,6 @@ class RayWorker:
         self._launcher, self._worker = launcher, worker
         self._actor, self._place = actor, place
         self._log_file, self._log_start = launcher.log_file(worker), 0
-        self._do = launcher.commands.put
         self._asked_to_stop = False
         self._code = 0
         self._ended = threading.Event()
@@ -302,23 +269,24 @@ class RayWorker:
 
     def terminate(self) -> None:
         self._asked_to_stop = True
-        if not self._ended.is_set():
-            # One that waits for a machine has nothing to save.
-            self._do(self._actor.terminate.remote if self.pid else partial(ray.kill, self._actor))
+        # One that waits for a machine has nothing to save.
+        self._tell(self._actor.terminate.remote if self.pid else partial(ray.kill, self._actor))
 
     def kill(self) -> None:
         """Its host kills it, with all that it has started, or is killed if it does not answer."""
         if self._ended.is_set():
             return
-        self._do(self._actor.kill.remote if self.pid else partial(ray.kill, self._actor))
-        timer = threading.Timer(_KILLED_WITHIN, self._kill_host)
+        kill_host = partial(ray.kill, self._actor)
+        self._tell(self._actor.kill.remote if self.pid else kill_host)
+        timer = threading.Timer(_KILLED_WITHIN, self._tell, [kill_host])
         timer.daemon = True
         timer.start()
 
-    def _kill_host(self) -> None:
+    def _tell(self, call: Callable[[], object]) -> None:
+        # Ray would connect once more, and abort the process over an actor it does not know.
         if not self._ended.is_set() and ray.is_initialized():
             with suppress(Exception):  # the cluster is gone
-                ray.kill(self._actor)
+                call()
 
     def output(self) -> str:
         written = tail(self._log_file, self._log_start) if self.pid else ""

@@ -32,7 +32,7 @@ class SerialLauncher:
     share them.
     """
 
-    default_address = "inproc://{auto}"
+    default_address = "ipc://{auto}"
 
     def __init__(self, logdir: Path, args: RunConfig | None = None) -> None:  # noqa: ARG002
         self._path = logdir / "logs" / "serial.log"

@@ -4,13 +4,11 @@ Three mechanisms, each here because of a measured gain (`make bench ARGS=replay`
 with the other choice):
 
 * `Arena` makes a column of all chunks one strided array, so a batch for sixteen streams is one
-  write a column: 149,000 vector steps a second into files, 7.2 times the reference. Writing rows
-  with `pwritev` instead of through the mapping was slower: 45,000 against 63,000 image steps a
-  second. Large pages are advised for full chunks only: asked for while a chunk is written, they
-  made inserts of images into memory four times slower. Without read-ahead into the chunk that is
-  being written, the kernel does not clear megabytes for the first step of each column.
-* `Prefault` asks for pages ahead of the writers, in one call for all streams. Bringing pages of
-  files into the kernel's cache before they are mapped made inserts of images 12 to 18 % faster.
+  write a column. Writing rows with `pwritev` instead of through the mapping was slower: 45,000
+  against 63,000 image steps a second. Without read-ahead into the chunk that is being written, the
+  kernel does not clear megabytes for the first step of each column.
+* `Prefault` asks for pages ahead of the writers, in one call for all streams. With a core for its
+  thread, 115,000 images a second were inserted instead of 57,000.
 * `BufferPool` lends out aligned buffers that were used before. Copies into them run twice as fast
   as into new arrays from numpy.
 """
@@ -65,7 +63,6 @@ _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
 _MS_SYNC = 4 if sys.platform == "linux" else 0x10
 _MADV_WILLNEED = 3
-_MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _SYS_PROCESS_MADVISE = 440
 _MAX_RANGES = 1024
@@ -99,11 +96,6 @@ class Arena:
 
     def map_memory(self, slot: int) -> None:
         self._map_slot(slot, _READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-
-    def prefer_large_pages(self, slot: int) -> None:
-        """Have the kernel move a full slot to large pages when it has time: a sequence in a large
-        replay is cold, and looking up each small page takes as long as copying it."""
-        _libc.madvise(self._address(slot), self.slot_bytes, _MADV_HUGEPAGE)
 
     def unmap(self, slot: int) -> None:
         self._map_slot(slot, _NOTHING, _RESERVED, -1)

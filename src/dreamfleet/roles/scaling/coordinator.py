@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
@@ -23,26 +24,13 @@ from dreamfleet.transport import Client, Unanswered
 log = logging.getLogger(__name__)
 
 _LIMITER_TIMEOUT = 1.0
-_NO_SEQUENCE_SECONDS = 0.1
 
 
-class ShardInfo(NamedTuple):
-    """What a shard has."""
-
-    steps: int
-    """Steps of the run that it has stored so far, as its own positions count them."""
-    size: int
-    """Steps that it holds now, from wherever they came."""
-
-
-class Coordinator(Protocol):
-    """What a shard needs of the coordinator."""
-
-    def opened(self, shard: int, steps: int, size: int) -> int:
-        """A shard was opened and holds this; returns the most steps it was ever heard to have."""
-
-    def inserted(self, shard: int, steps: int) -> None:
-        """A shard has stored so many steps by now; returns when samples are not behind."""
+def wait_unless(stop: threading.Event, wait: Callable[[float], bool]) -> None:
+    """Wait for something, a moment at a time; a process that is asked to stop answers nothing."""
+    while not wait(POLL_SECONDS):
+        if stop.is_set():
+            raise Unanswered("The replay is being closed.")
 
 
 class ReplayCoordinator:
@@ -55,10 +43,9 @@ class ReplayCoordinator:
         positions: Positions,
         args: RunConfig,
         stop: threading.Event,
-        sampleable: Callable[[], bool] = lambda: True,
     ) -> None:
         self._limiter, self._positions, self._stop = limiter, positions, stop
-        self._batch_size, self._window, self._sampleable = args.host_batch, args.window, sampleable
+        self._batch_size, self._window = args.host_batch, args.window
         self._shards = range(args.replay_shards)
         self._complete = threading.Event()
         self._waiting: dict[str, str] = {}
@@ -66,13 +53,13 @@ class ReplayCoordinator:
         self._counted = [0 for _ in self._shards]
         self._sizes = [0 for _ in self._shards]
 
-    def begin(self, holdings: Mapping[int, ShardInfo]) -> None:
-        """Every shard has said what it holds: recover the limiter, and let calls in."""
+    def begin(self, steps: Sequence[int], sizes: Sequence[int]) -> None:
+        """Every shard has said how many steps of the run it has stored so far, and how many steps
+        it holds now, from wherever they came: recover the limiter, and let calls in."""
         with self._limiter.lock:
-            for shard, holding in holdings.items():
-                self._sizes[shard] = holding.size
-                if shard:
-                    self._positions.heard(shard, holding.steps)
+            self._sizes = list(sizes)
+            for shard in self._shards[1:]:
+                self._positions.heard(shard, steps[shard])
             self._recover()
         self._complete.set()
 
@@ -80,13 +67,14 @@ class ReplayCoordinator:
         """What the limiter owes follows from the counts."""
         size = sum(self._sizes)
         self._counted = [self._positions.of(shard) for shard in self._shards]
-        self._limiter.load({"size": size, "avail": self._positions.owed(self._limiter, size)})
+        self._limiter.start(size, self._positions.owed(self._limiter, size))
 
     # --- for shards ------------------------------------------------------------------------------
 
     def opened(self, shard: Count, steps: Steps, size: Count) -> int:
-        """A shard that was started again holds this. What its predecessor stored and did not tell
-        is known from now on; the limiter counts it with the shard's next steps."""
+        """A shard that was started again holds this; returns the most steps it was ever heard to
+        have. What its predecessor stored and did not tell is known from now on; the limiter counts
+        it with the shard's next steps."""
         self._check(shard)
         self._wait_for_all()
         with self._limiter.lock:
@@ -125,47 +113,19 @@ class ReplayCoordinator:
 
     # --- for the learner -------------------------------------------------------------------------
 
-    def sample(self, known: Count | None = None) -> None:
-        """Wait until a batch may be sampled, and count it: it is handed out next.
-
-        One that a learner asks for again, because the reply was lost, was counted: then there are
-        more samples than it `known` of.
-        """
-        self._wait_for_all()
-        if known is not None and known < self._positions.samples:
-            return
-        while True:
-            self._wait("learner", self._allow_batch)
-            if self._sampleable():
-                break
-            self._limiter.give_back(self._batch_size)
-        self._positions.sampled(self._batch_size)
-
     def permit(self, known: Count) -> int:
-        """The same for a learner that gets its batch from the shards, and knows of this many
-        samples: returns how many there are with the new batch.
+        """Wait until a learner that knows of this many samples may have a batch from the shards;
+        returns how many samples there are with it.
 
         A question whose answer was lost is asked again, and counted once. One that knows another
         number is told the right one, and has no batch.
         """
         self._wait_for_all()
-        samples = self._positions.samples
-        if known == samples:
-            self.sample()
+        if known == self._positions.samples:
+            sample = partial(self._limiter.sample, self._batch_size, _LIMITER_TIMEOUT, "training")
+            self._wait("learner", sample)
+            self._positions.sampled(self._batch_size)
         return self._positions.samples
-
-    def _allow_batch(self) -> None:
-        if not self._sampleable() and self._limiter.can_sample():
-            # Environments that have joined share the steps, and none has made enough of them.
-            self._stop.wait(_NO_SEQUENCE_SECONDS)
-            raise RateLimitedError(
-                f"training waits for a first sequence: no environment has made {self._window} "
-                "steps in a row yet.",
-                who="training",
-                missing=1,
-                unit="sequences",
-            )
-        self._limiter.sample(self._batch_size, _LIMITER_TIMEOUT, "training")
 
     def position(self) -> dict[str, int]:
         """The run's durable counts."""
@@ -202,9 +162,15 @@ class ReplayCoordinator:
         """What the limiter allows."""
         return {"limiter/avail": self._limiter.avail, "limiter/size": float(self._limiter.size)}
 
-    def waits(self) -> str:
-        """Why actors and learner wait for the limiter; empty if they do not."""
-        reasons = (reason.rstrip(".") for reason in list(self._waiting.values()))
+    def waits(self, sequences: int) -> str:
+        """Why actors and learner wait, if there are so many sequences; empty if they do not."""
+        reasons = [reason.rstrip(".") for reason in list(self._waiting.values())]
+        if not sequences and self._limiter.can_sample():
+            # Environments that have joined share the steps, and none has made enough of them.
+            reasons.append(
+                f"training waits for a first sequence: no environment has made {self._window} "
+                "steps in a row yet"
+            )
         return "; ".join(dict.fromkeys(filter(None, reasons)))
 
     def _check(self, shard: int) -> None:
@@ -215,9 +181,7 @@ class ReplayCoordinator:
             )
 
     def _wait_for_all(self) -> None:
-        while not self._complete.wait(POLL_SECONDS):
-            if self._stop.is_set():
-                raise Unanswered("The replay is being closed.")
+        wait_unless(self._stop, self._complete.wait)
 
     def _wait(self, who: str, attempt: Callable[[], None]) -> None:
         """Try until the limiter allows it. Each attempt times out, to say why it waits and to
@@ -248,7 +212,9 @@ class RemoteCoordinator:
 
     def _ask(self, method: str, *args: int) -> Any:
         answer = self._client.call(method, *args)
-        while not answer.wait(POLL_SECONDS):
-            if self._stop.is_set():
-                raise Unanswered("The replay is being closed.")
+        wait_unless(self._stop, answer.wait)
         return answer.result()
+
+
+Coordinator = ReplayCoordinator | RemoteCoordinator
+"""What a shard needs of the coordinator: `opened` and `inserted`."""

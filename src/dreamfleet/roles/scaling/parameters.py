@@ -19,10 +19,10 @@ import numpy as np
 from dreamfleet.agents.api import Agent, Flat, policy_state
 from dreamfleet.config import RunConfig
 from dreamfleet.roles.addresses import listen_address, publish_address, server_name
-from dreamfleet.roles.checks import Count, Name, Owners, require
+from dreamfleet.roles.checks import Count, Name, require
 from dreamfleet.roles.progress import OtherActors, Progress
 from dreamfleet.roles.saver import Saver
-from dreamfleet.transport import Caller, Server
+from dreamfleet.transport import Server
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,6 @@ class Report(TypedDict):
     """What an actor tells the learner."""
 
     actor: Name
-    source: Name
     busy: bool
     reached: bool
     failures: Count
@@ -70,10 +69,7 @@ class ParameterServer(OtherActors):
         self._due = 0.0
         self._names = [server_name("actor", number) for number in range(args.actors)]
         server = Server(listen_address(args, "learner"), "learner", keys=args.server_keys)
-        self._owners = Owners(
-            lambda connection: server.between_calls(lambda: server.connected(connection))
-        )
-        server.bind("report", self.report, pass_caller=True)
+        server.bind("report", self.report)
         server.bind("parameters", self.parameters, workers=1)
         self._server = server
 
@@ -110,11 +106,9 @@ class ParameterServer(OtherActors):
         offer = self._offer
         return {**offer, "age": time.monotonic() - offer["taken"]}
 
-    def report(self, caller: Caller, message: Report) -> dict[str, Any]:
+    def report(self, message: Report) -> dict[str, Any]:
         """Note what an actor says of itself; returns where the run is."""
         require(message["actor"] in self._names[1:], "The run has no such actor.")
-        number, first = np.array([self._names.index(message["actor"])]), np.ones(1, bool)
-        self._owners.claim(caller, number, first, key=message["source"].encode())
         with self._lock:
             self._actors[message["actor"]] = message, time.monotonic()
         progress = self._progress

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import uuid
 from typing import Any, Self
 
 from dreamfleet.agents.api import Player, compile_policy, load_policy
@@ -87,7 +86,6 @@ class RemoteProgress(Progress):
         self.heard: dict[str, Any] = {}
         """What the learner said last; empty as long as it has said nothing."""
         self._learner = learner
-        self._source = uuid.uuid4().hex  # another one after each start
         self._reached = False
 
     def report(self) -> None:
@@ -96,7 +94,6 @@ class RemoteProgress(Progress):
         failures, steps = self.env_failures
         message = {
             "actor": self.name,
-            "source": self._source,
             "busy": self.busy,
             "reached": self._reached,
             "failures": failures,

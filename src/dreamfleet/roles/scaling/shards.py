@@ -1,17 +1,15 @@
-"""The shards of a replay, used like one replay.
+"""The shards of a replay, used like one replay; most replays have one.
 
 Steps go to the shard of their environment. A batch is drawn in three steps: the coordinator allows
-it and counts it, the shards say what they have to draw from, and each is asked for its part of the
-batch. Only the first step counts anything, and it may be repeated. So the death of a shard costs a
-wait, and neither a batch nor a count.
+it and counts it, the shards (if they are several) say what they have to draw from, and each is
+asked for its part of the batch. Only the first step counts anything, and it may be repeated. So the
+death of a shard costs a wait, and neither a batch nor a count.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, Self
 
@@ -20,8 +18,10 @@ from numpy.typing import NDArray
 
 from dreamfleet.config import RunConfig
 from dreamfleet.replay import Shares, Split, used_fractions
+from dreamfleet.replay.replay import Mode
 from dreamfleet.roles.addresses import find_server, server_name
 from dreamfleet.transport import Client, Closed
+from dreamfleet.transport.slab import Memory
 
 _EMPTY_SECONDS = 0.2
 _CHUNK_ID_BYTES = 16
@@ -35,34 +35,22 @@ class Reply(Protocol):
     def result(self, timeout: float | None = None) -> Any: ...
 
 
-def replay_client(
-    args: RunConfig, name: str, maxinflight: int, chunk_to_shard: ChunkToShard | None = None
-) -> ReplayClient:
-    """A client of the run's replay, or of its shards.
+class ReplayClient:
+    """The replay of a run, as the actor and the learner use it. Any thread may call it; one at a
+    time draws training batches.
 
     Args:
         args: The run.
         name: Shown in errors and logs.
         maxinflight: Calls without an answer, to each shard.
-        chunk_to_shard: Shared by the clients that sample and that update.
-    """
-    if args.replay_shards > 1:
-        return ShardedReplay(args, name, maxinflight, chunk_to_shard)
-    return Client(find_server(args, "replay"), name, maxinflight, keys=args.run_keys)
-
-
-class ShardedReplay:
-    """What the actor and the learner need of a client of one replay.
-
-    Batches are put together by a thread, one after the other and in the order of the calls, so that
-    they can be requested before they are needed.
+        clients: Of the shards, if they are in this process.
     """
 
     def __init__(
-        self, args: RunConfig, name: str, maxinflight: int, chunks: ChunkToShard | None = None
+        self, args: RunConfig, name: str, maxinflight: int, clients: Sequence[Client] = ()
     ) -> None:
         self._args, self._name = args, name
-        self._clients = [
+        self._clients = clients or [
             Client(
                 find_server(args, "replay", shard),
                 f"{name}-{server_name('replay', shard)}",
@@ -72,11 +60,10 @@ class ShardedReplay:
             for shard in range(args.replay_shards)
         ]
         self._coordinator = self._clients[0]
-        self._chunk_to_shard = chunks or ChunkToShard()
+        self._chunk_to_shard = ChunkToShard()
         self._rng = np.random.default_rng([args.host_seed, args.replay_shards])
         self._known: int | None = None  # samples, as the coordinator counts them
         self._closed = threading.Event()
-        self._thread = ThreadPoolExecutor(1, name)
 
     # --- like a client ---------------------------------------------------------------------------
 
@@ -108,7 +95,6 @@ class ShardedReplay:
         self._closed.set()
         for client in self._clients:
             client.close(flush)
-        self._thread.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -127,64 +113,56 @@ class ShardedReplay:
         seq: int,
     ) -> Reply:
         """Store steps, each in the shard of its environment. A shard sees some of the numbers."""
-        shards = envids % len(self._clients)
+        parts = self._parts(steps, lambda: envids % len(self._clients))
         return AllOf([
             client.call("add_batch", part, envids[rows], is_eval, source, seq)
-            for client, rows, part in self._parts(shards, steps)
+            for client, rows, part in parts
         ])  # fmt: skip
 
     def update(self, data: Mapping[str, NDArray[Any]]) -> Reply:
         """Write states back to the shards that the steps came from."""
-        parts = self._parts(self._chunk_to_shard.find(data["stepid"]), data)
+        parts = self._parts(data, lambda: self._chunk_to_shard.find(data["stepid"]))
         return AllOf([client.call("update", part) for client, _, part in parts])
 
     def _parts(
-        self, shards: NDArray[np.int64], data: Mapping[str, NDArray[Any]]
-    ) -> Iterator[tuple[Client, NDArray[np.bool_], dict[str, NDArray[Any]]]]:
-        """The rows of each shard, of which `shards` tells each row's."""
+        self, data: Mapping[str, NDArray[Any]], shard_of_rows: Callable[[], NDArray[np.int64]]
+    ) -> Iterator[tuple[Client, Any, Mapping[str, NDArray[Any]]]]:
+        """The rows of each shard; those of a single one are neither looked up nor copied."""
+        if len(self._clients) == 1:
+            yield self._coordinator, slice(None), data
+            return
+        shards = shard_of_rows()
         for shard in np.unique(shards).tolist():
             rows = shards == shard
             yield self._clients[shard], rows, {key: value[rows] for key, value in data.items()}
 
-    def sample_batch_train(self, known: int | None = None) -> Reply:
-        del known  # what the coordinator has permitted is known here
-        return self._later("train")
+    def memory(self, size: int) -> Memory | None:
+        """Memory whose steps are sent without a copy; None of several shards, which split them."""
+        return self._clients[0].memory(size) if len(self._clients) == 1 else None
 
-    def sample_batch_report(self) -> Reply:
-        return self._later("report")
-
-    def sample_batch_eval(self) -> Reply:
-        return self._later("eval")
-
-    # --- sampling --------------------------------------------------------------------------------
-
-    def _later(self, mode: str) -> Reply:
-        try:
-            return self._thread.submit(self._sample, mode)
-        except RuntimeError:  # the thread has ended
-            raise Closed(f"{self._name} is closed.") from None
-
-    def _sample(self, mode: str) -> dict[str, Any]:
-        """A batch; empty if there is no data to report on."""
+    def sample(self, mode: Mode) -> dict[str, Any]:
+        """A batch, once the replay allows it; without data to report on, an empty one."""
         if mode == "train":
             self._wait_for_permission()
         parts: list[dict[str, Any]] = []
         missing = self._args.host_batch
-        while missing:
-            splits = self._splits(missing, mode)
-            if not splits and mode != "train":
-                return {}
-            if not splits and self._closed.wait(_EMPTY_SECONDS):
-                raise Closed(f"{self._name} is closed.")
+        while missing > 0:
             asked = [
-                (shard, self._clients[shard].call(f"sample_part_{mode}", *split))
-                for shard, split in splits.items()
+                (shard, self._clients[shard].call(f"sample_{mode}", *split))
+                for shard, split in self._splits(missing, mode).items()
             ]
-            for shard, reply in asked:
-                if part := reply.result():  # else its files were lost: the others make up for it
-                    parts.append(part)
-                    missing -= len(part["stepid"])
-                    self._chunk_to_shard.note(shard, part["stepid"])
+            # One without a sequence has lost its files: the others make up for it.
+            drawn = [(shard, part) for shard, reply in asked if (part := reply.result())]
+            if not drawn and mode != "train":
+                return {}
+            if not drawn and self._closed.wait(_EMPTY_SECONDS):
+                raise Closed(f"{self._name} is closed.")
+            for shard, part in drawn:
+                parts.append(part)
+                missing -= len(part["stepid"])
+                self._chunk_to_shard.note(shard, part["stepid"])
+        if len(parts) == 1:
+            return parts[0]
         return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
     def _wait_for_permission(self) -> None:
@@ -198,11 +176,14 @@ class ShardedReplay:
             if self._known == known + self._args.host_batch:
                 return
 
-    def _splits(self, count: int, mode: str) -> dict[int, Split]:
+    def _splits(self, count: int, mode: Mode) -> dict[int, tuple[Any, ...]]:
+        """What each shard is asked for. A single one shares nothing out: it draws a whole batch."""
+        if len(self._clients) == 1:
+            return {0: ()}
         asked = [client.call("shares", mode) for client in self._clients]
         shares = [Shares(*reply.result()) for reply in asked]
         fractions = [1.0] if mode == "eval" else used_fractions(self._args.replay)
-        return split_batch(self._rng, count, shares, fractions)
+        return {**split_batch(self._rng, count, shares, fractions)}
 
 
 def split_batch(
@@ -287,18 +268,6 @@ class AllOf:
     def done(self) -> bool:
         return all(reply.done() for reply in self._replies)
 
-    def wait(self, timeout: float | None = None) -> bool:
-        remaining = _countdown(timeout)
-        return all(reply.wait(remaining()) for reply in self._replies)
-
     def result(self, timeout: float | None = None) -> int:
-        remaining = _countdown(timeout)
-        return sum(reply.result(remaining()) for reply in self._replies)
-
-
-def _countdown(timeout: float | None) -> Callable[[], float | None]:
-    end = None if timeout is None else time.monotonic() + timeout
-    return lambda: None if end is None else max(0.0, end - time.monotonic())
-
-
-ReplayClient = Client | ShardedReplay
+        """The sum of what they have answered; each of them is given the `timeout`."""
+        return sum(reply.result(timeout) for reply in self._replies)

@@ -24,7 +24,7 @@ def check_arrays(kind: str, arrays: Mapping[str, NDArray[Any]], missing: bool = 
     for name, value in arrays.items():
         if value.dtype.kind == "f" and _is_bad(value, missing):
             raise NonFiniteError(
-                f"{kind} {name!r} holds NaN or infinity: look at the environment that sent it."
+                f"{kind} {name!r} holds NaN or infinity: check the environment that sent it."
                 if kind == "Observation"
                 else f"{kind} {name!r} holds NaN or infinity: the policy's parameters are broken."
             )
