@@ -116,6 +116,7 @@ class ShardKills(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.ticks, self.sizes = [0, 0], [0, 0]
         self.made = self.drawn = self.known = 0
+        self.unanswered = [False, False]
         Mortal.left = float("inf")
         self.second = Mortal(self.folder / "1", 0)
         self.open_lead()
@@ -169,21 +170,28 @@ class ShardKills(RuleBasedStateMachine):
 
     @rule(shard=shard, count=st.integers(1, 5), writes=kill_after, resent=st.booleans())
     def store(self, shard: int, count: int, writes: int, resent: bool) -> None:
-        while not self.limiter.can_insert():
-            self.draw()
+        if self.unanswered[shard]:  # an actor sends nothing new before it is answered
+            self.tell(shard)
         self.ticks[shard] += count
         self.sizes[shard] += count
         self.made += count
+        self.tell(shard, writes)
+        if resent and self.limiter.can_insert():
+            self.tell(shard, writes)
+
+    def tell(self, shard: int, writes: float = float("inf")) -> None:
+        """A message of an actor, or one that it repeats, from the commit to the answer."""
+        while not self.limiter.can_insert():
+            self.draw()
         Mortal.left = writes
 
-        def told() -> None:
+        def told() -> bool:
             mine = (self.first, self.second)[shard]
             mine.stored(self.ticks[shard])
             self.coordinator.inserted(shard, mine.own)
+            return True
 
-        self.survive(told, shard)
-        if resent and self.limiter.can_insert():
-            self.survive(told, shard)
+        self.unanswered[shard] = not self.survive(told, shard)
         Mortal.left = float("inf")
 
     @rule(writes=kill_after, lost=st.booleans())
