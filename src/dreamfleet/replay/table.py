@@ -15,9 +15,10 @@ and only then does anything old leave.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +38,8 @@ SPARE_SLOTS = 4096
 """Chunks for which addresses are reserved in addition to twice those of the capacity."""
 SLACK = 4096
 """Items that may be pushed before old ones have to leave."""
+log = logging.getLogger(__name__)
+
 _NONE = -1
 _LEAST_PATIENCE = 1024
 
@@ -67,7 +70,6 @@ class Table:
         directory: Path | None,
         journal: Journal,
         selector: Selector,
-        before_release: Callable[[], None],
         found: int = 0,
         ledger: Ledger | None = None,
     ) -> None:
@@ -76,13 +78,18 @@ class Table:
         slots = max(2 * -(-capacity // steps), found) + SPARE_SLOTS
         self.store = Store(schema, steps, min(slots, MAX_SLOTS), directory, journal.id)
         self.length, self.capacity, self.max_bytes = length, capacity, max_bytes
+        if capacity > (most := self.store.slots * steps):
+            log.warning(
+                "The replay can hold about %s sequences in %s chunks, not its capacity of %s: "
+                "lower it, or raise `chunk` (%d steps) where chunks are small.",
+                *(f"{most:,}", f"{self.store.slots:,}", f"{capacity:,}", steps),
+            )
         # How long a stream may pause, in steps of the others, before its last steps leave.
         self._patience = max(capacity, 4 * steps, _LEAST_PATIENCE)
         self._swept = 0
         self.scores = Scores(self.store)
         self.ledger = ledger
         self.journal = journal
-        self._before_release = before_release
 
         self.low = self.high = 0
         self.online: deque[int] = deque()
@@ -377,7 +384,6 @@ class Table:
         if self.ledger:
             read = self.ledger.read
             self.ledger.keep(each for slot in slots for each in self.scores.finished(slot, read))
-        self._before_release()
         ended = np.flatnonzero(np.isin(self.head_slot, slots)).tolist()
         self.end_streams(name for chain in ended if (name := self._names[chain]) is not None)
         self._free_chains(ended)
@@ -461,21 +467,3 @@ class Table:
             f"{self.store.chunk_bytes:,} bytes in addition to the {pinned} that streams are "
             f"writing: raise max_bytes, or lower `chunk` ({self.store.steps} steps)."
         )
-
-    def shortages(self) -> list[str]:
-        """One sentence for each bound that is too small for the capacity."""
-        store, streams, problems = self.store, len(self.streams), []
-        most, most_bytes = store.slots * store.steps, store.slots * store.chunk_bytes
-        if self.capacity > most and (self.max_bytes is None or self.max_bytes > most_bytes):
-            problems.append(
-                f"The replay can hold about {most:,} sequences in {store.slots:,} chunks, not its "
-                f"capacity of {self.capacity:,}: lower it, or raise `chunk` ({store.steps} steps) "
-                "where chunks are small."
-            )
-        if self.max_bytes is not None and self.max_bytes < 2 * streams * store.chunk_bytes:
-            problems.append(
-                f"max_bytes={self.max_bytes:,} holds fewer than two chunks of "
-                f"{store.chunk_bytes:,} bytes for each of {streams} streams, so few sequences will "
-                f"last: raise max_bytes, or lower `chunk` ({store.steps} steps)."
-            )
-        return problems
