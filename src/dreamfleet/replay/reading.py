@@ -156,7 +156,7 @@ def stored_chains(directory: Path) -> tuple[bytes | None, list[StoredChain]]:
         return None, []
     run, committed = header
     chunks: dict[bytes, tuple[Found, Ticks]] = {}
-    for item in scan(directory, run).found:
+    for item in scan(directory, run)[0]:
         try:
             with item.path.open("rb") as file:
                 file.seek(header_bytes(item.info.schema))

@@ -499,15 +499,14 @@ class Replay:
     def _open(self, path: Path) -> None:
         journal = self._journal
         remove_partial(path, power_cut=journal.left_by is LeftBy.POWER_CUT)
-        contents = scan(path, None if journal.is_new else journal.id)
-        self.skipped_files = contents.skipped
-        if contents.found:
-            info = contents.found[0].info
+        found, self.skipped_files = scan(path, None if journal.is_new else journal.id)
+        if found:
+            info = found[0].info
             self.chunk = info.steps
             if journal.is_new:
                 journal.identify(info.run)
-            self._table = self._make_table(info.schema, info.steps, len(contents.found))
-            self.skipped_files |= reopen(self._table, contents.found)
+            self._table = self._make_table(info.schema, info.steps, len(found))
+            self.skipped_files |= reopen(self._table, found)
         if journal.is_new:
             journal.begin(0)
 

@@ -103,8 +103,6 @@ class Table:
         self._names: list[StreamId | None] = []
         self._free: list[int] = []
         self._looked_up: tuple[list[StreamId], Ints, Ints] | None = None
-        self.owner = np.full(self.store.slots, _NONE, np.int64)
-        """The chain that each chunk belongs to."""
         self.head_slot: Ints
         """Of each chain, the chunk that is written, or -1."""
         self._head_len: Ints
@@ -135,7 +133,7 @@ class Table:
         """Memory used in addition to the steps themselves."""
         ring = self._ring.itemsize * min(self.high, self._ring_size)
         priorities = self.priorities.index_bytes(self.store.chunks) if self.priorities else 0
-        return self.store.index_bytes + self.owner.nbytes + self._heads.nbytes + ring + priorities
+        return self.store.index_bytes + self._heads.nbytes + ring + priorities
 
     @property
     def stored_steps(self) -> int:
@@ -220,8 +218,6 @@ class Table:
         """Move heads behind committed rows, and number the items that these complete."""
         chains, ranks, slots, indices, made = places
         store, length = self.store, self.length
-        if made:
-            self.owner[slots] = chains
         for slot in made if self.priorities else ():
             self.priorities.created(slot)  # type: ignore[union-attr]  # it is there
         # Where a stream occurs several times its last row decides, and numpy assigns in order.
@@ -314,7 +310,6 @@ class Table:
             if self.priorities:
                 self.priorities.created(slot)
         store.link(slots)
-        self.owner[slots] = chain
         steps = np.concatenate(positions)
         ticks = store.ticks[np.divmod(steps, store.steps)]
         self.head_slot[chain], self._head_len[chain] = slots[-1], store.lengths[slots[-1]]
@@ -429,19 +424,17 @@ class Table:
         """Fit what was found on disk into less than it took; streams may lose their last steps."""
         while self._room() < 0:
             self._sweep(patience=0)
-            if self._room() >= 0:
-                return
-            if self.items:
+            if self._room() < 0:
                 self._evict_some()
-            else:
-                chains = np.flatnonzero(self.head_slot >= 0)
-                oldest = chains[self._last_tick[chains].argmin()]
-                self._release(list(self.store.preceding(int(self.head_slot[oldest]))))
 
     def _evict_some(self) -> None:
-        """Evict until a chunk has no items left, or a chain has none."""
-        oldest_end = int(self._last_tick[self.head_slot >= 0].min())
-        wanted = max(1, self.items_until(oldest_end) - self.low)
+        """Evict until a chunk has no items left, or a chain has none; without items, a chain."""
+        chains = np.flatnonzero(self.head_slot >= 0)
+        oldest = chains[self._last_tick[chains].argmin()]
+        if not self.items:
+            self._release(list(self.store.preceding(int(self.head_slot[oldest]))))
+            return
+        wanted = max(1, self.items_until(int(self._last_tick[oldest])) - self.low)
         for first in range(self.low, self.low + wanted, SLACK):
             last = min(first + SLACK, self.low + wanted)
             ends = np.flatnonzero(self.starts(np.arange(first, last))[1] == self.store.steps - 1)

@@ -220,16 +220,8 @@ def _release_in_child() -> None:
 os.register_at_fork(after_in_child=_release_in_child)
 
 
-class Contents(NamedTuple):
-    """What lies in a replay's directory."""
-
-    found: list[Found]
-    skipped: dict[str, str]
-    """Files that are no chunks of this replay, with the reason."""
-
-
-def scan(directory: Path, run: bytes | None) -> Contents:
-    """Find every chunk, and say why any other file is skipped; nothing here is fatal.
+def scan(directory: Path, run: bytes | None) -> tuple[list[Found], dict[str, str]]:
+    """Find every chunk, and say by name why any other file is skipped; nothing here is fatal.
 
     Chunks belong to the journal with the id `run`; if that is lost, to the one that most of them
     name. All of a journal have the same columns and size: a replay refuses other steps.
@@ -256,7 +248,7 @@ def scan(directory: Path, run: bytes | None) -> Contents:
     found = [item for item in found if item.info.run == run]
     for name, reason in skipped.items():
         log.warning("Skipping %s in the replay directory %s: it %s.", name, directory, reason)
-    return Contents(found, skipped)
+    return found, skipped
 
 
 def remove_partial(directory: Path, *, power_cut: bool = False) -> None:
