@@ -87,7 +87,10 @@ def _read(directory: Path) -> dict[str, NDArray[Any]]:
         steps = {
             key: np.array(stored[key])[:, 0] for key in ("record", "is_first", "is_last", "action")
         }
-        return {**steps, "chain": table.owner[slots]}
+        chains = np.zeros(table.store.slots, np.int64)
+        for chain, head in enumerate(table.head_slot.tolist()):
+            chains[list(table.store.preceding(head))] = chain
+        return {**steps, "chain": chains[slots]}
 
 
 def audit_steps(steps: dict[str, NDArray[Any]]) -> Findings:

@@ -250,7 +250,7 @@ def test_using_a_closed_replay_is_an_error(make: Callable[..., Replay]) -> None:
 
 
 def test_batches_are_never_overwritten_while_they_are_in_use(directory: Path | None) -> None:
-    """Large outputs come from a pool; what a caller still holds, even as a view, stays."""
+    """What a caller still holds, even as a view, stays."""
     replay = Replay(16, 1000, directory, chunk=64)
     for tag in range(64):
         replay.add({"tag": np.full(4096, tag, np.int64)})

@@ -63,19 +63,12 @@ __all__ = [
     "used_fractions",
 ]
 
-_MODULES = {
-    "limiter": ("SamplesPerInsert",),
-    "replay": ("Replay", "Shares", "Split"),
-    "selectors": (
-        *("Draw", "Selector", "Uniform", "Recency", "Prioritized", "Mixture"),
-        *("make_selector", "used_fractions"),
-    ),
-}
-_LATER = {name: module for module, names in _MODULES.items() for name in names}
-
 
 def __getattr__(name: str) -> object:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
-    return value
+    if name in __all__:
+        for module in ("limiter", "selectors", "replay"):
+            found = vars(import_module(f"{__name__}.{module}"))
+            if name in found:
+                globals()[name] = found[name]
+                return found[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -44,92 +44,80 @@ class SamplesPerInsert:
         self.ratio = ratio
         self.tolerance = tolerance
         self.minsize = minsize
-        self._size = 0
-        self.debt = float(minsize if debt is None else debt)
-        self._avail = -self.debt
-        self._finished = False
-        self._changed = threading.Condition()
-
-    @property
-    def lock(self) -> threading.Condition:
-        """Held while something is counted; with it, a caller checks and counts in one step."""
-        return self._changed
-
-    @property
-    def size(self) -> int:
+        self.size = 0
         """Steps inserted so far."""
-        return self._size
-
-    @property
-    def avail(self) -> float:
+        self.debt = float(minsize if debt is None else debt)
+        self.avail = -self.debt
         """Samples owed; negative when samples are ahead."""
-        return self._avail
+        self._finished = False
+        self.lock = threading.Condition()
+        """Held while something is counted; with it, a caller checks and counts in one step."""
 
     def can_insert(self) -> bool:
-        if self._finished or self._size < self.minsize or self.ratio <= 0:
+        if self._finished or self.size < self.minsize or self.ratio <= 0:
             return True
-        return self._avail < self.tolerance * self.ratio
+        return self.avail < self.tolerance * self.ratio
 
     def can_sample(self) -> bool:
-        if self._size < self.minsize:
+        if self.size < self.minsize:
             return False
-        return self.ratio <= 0 or self._avail > -self.tolerance
+        return self.ratio <= 0 or self.avail > -self.tolerance
 
     def insert(self, count: int = 1, timeout: float | None = None, who: str = "writer") -> None:
         """Wait until inserting is allowed, then count it; `RateLimitedError` after `timeout`."""
-        with self._changed:
-            if not self._changed.wait_for(self.can_insert, timeout):
+        with self.lock:
+            if not self.lock.wait_for(self.can_insert, timeout):
                 raise self._no_insert(who)
-            earning = max(0, min(count, self._size + count - self.minsize + 1))
-            self._size += count
-            self._avail += self.ratio * earning
-            self._changed.notify_all()
+            earning = max(0, min(count, self.size + count - self.minsize + 1))
+            self.size += count
+            self.avail += self.ratio * earning
+            self.lock.notify_all()
 
     def sample(self, count: int = 1, timeout: float | None = None, who: str = "sampler") -> None:
         """Wait until sampling is allowed, then count it; `RateLimitedError` after `timeout`."""
-        with self._changed:
-            if not self._changed.wait_for(self.can_sample, timeout):
+        with self.lock:
+            if not self.lock.wait_for(self.can_sample, timeout):
                 raise self._no_sample(who)
-            self._avail -= count
-            self._changed.notify_all()
+            self.avail -= count
+            self.lock.notify_all()
 
     def finish(self, count: int) -> None:
         """Allow all inserts from now on, and at least `count` more samples. May be repeated."""
-        with self._changed:
+        with self.lock:
             self._finished = True
             self.grant(count)
 
     def grant(self, count: int) -> float:
         """Allow at least `count` more samples; returns how many were added."""
-        with self._changed:
-            before, self._avail = self._avail, max(self._avail, count - self.tolerance)
-            self._changed.notify_all()
-            return self._avail - before
+        with self.lock:
+            before, self.avail = self.avail, max(self.avail, count - self.tolerance)
+            self.lock.notify_all()
+            return self.avail - before
 
     def reopen(self) -> None:
         """Limit inserts again: the run goes on after `finish`."""
-        with self._changed:
+        with self.lock:
             self._finished = False
 
     def start(self, size: int, avail: float) -> None:
         """Go on with so many stored steps, and with what is owed by `Positions.owed`."""
-        with self._changed:
-            self._size, self._avail = size, avail
-            self._changed.notify_all()
+        with self.lock:
+            self.size, self.avail = size, avail
+            self.lock.notify_all()
 
     def _no_insert(self, who: str) -> RateLimitedError:
-        missing = math.floor(self._avail - self.tolerance * self.ratio) + 1
+        missing = math.floor(self.avail - self.tolerance * self.ratio) + 1
         trained = "sequence is trained on" if missing == 1 else "sequences are trained on"
         return RateLimitedError(
             f"{who} is ahead of training and waits until {missing} more {trained}."
         )
 
     def _no_sample(self, who: str) -> RateLimitedError:
-        if self._size < self.minsize:
+        if self.size < self.minsize:
             return RateLimitedError(
-                f"{who} waits for the first steps: {self._size} of {self.minsize} were collected."
+                f"{who} waits for the first steps: {self.size} of {self.minsize} were collected."
             )
-        missing = math.floor((-self.tolerance - self._avail) / self.ratio) + 1
+        missing = math.floor((-self.tolerance - self.avail) / self.ratio) + 1
         steps = "step" if missing == 1 else "steps"
         return RateLimitedError(
             f"{who} is ahead of collecting and waits for {missing} more {steps}."

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dreamfleet.replay.errors import ReplayError
 from dreamfleet.replay.schema import StreamId
-from dreamfleet.replay.storage.files import Found, header_bytes, scan
+from dreamfleet.replay.storage.files import ChunkInfo, Found, header_bytes, scan
 from dreamfleet.replay.storage.journal import read_committed
 
 Arrays = dict[str, NDArray[Any]]
@@ -156,7 +156,7 @@ def stored_chains(directory: Path) -> tuple[bytes | None, list[StoredChain]]:
         return None, []
     run, committed = header
     chunks: dict[bytes, tuple[Found, Ticks]] = {}
-    for item in scan(directory, run).found:
+    for item in scan(directory, run)[0]:
         try:
             with item.path.open("rb") as file:
                 file.seek(header_bytes(item.info.schema))
@@ -165,14 +165,13 @@ def stored_chains(directory: Path) -> tuple[bytes | None, list[StoredChain]]:
             continue
         if count := valid_ticks(ticks, committed):
             chunks[item.info.id] = item, ticks[:count]
-    full = {name for name, (item, ticks) in chunks.items() if len(ticks) == item.info.steps}
-    previous = {name: item.info.previous for name, (item, _) in chunks.items()}
+    sizes = {name: (item.info, len(ticks)) for name, (item, ticks) in chunks.items()}
     return run, [
         StoredChain(
             tuple(chunks[name][0] for name in names),
             np.concatenate([chunks[name][1] for name in names]),
         )
-        for names in linked(previous, full)
+        for names in linked(sizes)
     ]
 
 
@@ -183,20 +182,18 @@ def valid_ticks(ticks: Ticks, committed: int) -> int:
     return len(good) if good.all() else int(good.argmin())
 
 
-def linked(previous: Mapping[bytes, bytes | None], full: Collection[bytes]) -> list[list[bytes]]:
-    """Chunks in chains: each follows the one it names, if that is here and full."""
+def linked(chunks: Mapping[bytes, tuple[ChunkInfo, int]]) -> list[list[bytes]]:
+    """Chunks, given with the steps in them, as chains: each follows the one that it names, if that
+    is here and full."""
+    full = {chunk for chunk, (info, size) in chunks.items() if size == info.steps}
+    chains: dict[bytes, list[bytes]] = {}
     after: dict[bytes, bytes] = {}
-    starts = []
-    for chunk, before in previous.items():
-        if before not in full or before in after:
-            starts.append(chunk)
+    for chunk, (info, _) in chunks.items():
+        if info.previous in full and info.previous not in after:
+            after[info.previous] = chunk
         else:
-            assert before is not None
-            after[before] = chunk
-    chains = []
-    for chunk in starts:
-        chain = [chunk]
+            chains[chunk] = [chunk]
+    for chain in chains.values():
         while chain[-1] in after:
             chain.append(after[chain[-1]])
-        chains.append(chain)
-    return chains
+    return list(chains.values())

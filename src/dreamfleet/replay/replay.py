@@ -130,11 +130,9 @@ class Replay:
         self._lock = threading.RLock()
         self._syncing = threading.RLock()  # taken before the other
         self._closing = threading.Event()
-        self._readers = _Readers()
         self._statistics = _Statistics()
         self._table: Table | None = None
         self._ledger: Ledger | None = None
-        self._streams_warned = 0
         self._old_fraction, self._old_until = 0.0, 0
         self._closed = False
         self._directory_lock = DirectoryLock(self.directory) if self.directory else None
@@ -220,8 +218,6 @@ class Replay:
             if names:
                 table.append(arrays, names, source, seq)
                 self._statistics.inserts += len(names)
-                if len(table.streams) > max(16, 2 * self._streams_warned):
-                    self._warn()
             return len(names)
 
     def sample(
@@ -248,11 +244,8 @@ class Replay:
             pieces = table.store.pieces(slots, indices, self.length)
             cut = self._mark_cut_short and table.followed_by_first(slots, indices)
             self._statistics.sampled(table.high - numbers)
-            self._readers.enter()
-        try:
+            # With the lock: no state changes and no chunk leaves while sequences are copied out.
             data = table.store.gather(pieces, batch, self.length)
-        finally:
-            self._readers.leave()
         _annotate(data, cut)
         return data
 
@@ -300,8 +293,6 @@ class Replay:
             values, priority = update_values(table.store.schema, arrays, lead)
             flat = stepid.reshape(-1, STEPID_BYTES)
             runs = table.store.locate(flat)
-            # No sequence is copied out while its states change, so none is half old, half new.
-            self._readers.wait_until_none()
             here = sum(run.size for run in runs if run.slot >= 0)
             self._statistics.skipped_updates += count - here
             table.store.scatter(runs, values)
@@ -452,7 +443,6 @@ class Replay:
                 self._sync(everything=True, closed=True)
             finally:
                 self._closed = True
-                self._readers.wait_until_none()
                 if self._table:
                     self._table.store.close()
                     self._table = None
@@ -490,8 +480,6 @@ class Replay:
         check_rows(arrays, len(names))
         check_flags(arrays)
         self._table = self._make_table(Schema.of(arrays), self.chunk)
-        self._table.lookup(names)
-        self._warn()
         return self._table
 
     def _make_table(self, schema: Schema, steps: int, found: int = 0) -> Table:
@@ -504,7 +492,6 @@ class Replay:
             directory=self.directory,
             journal=self._journal,
             selector=self._selector,
-            before_release=self._readers.wait_until_none,
             found=found,
             ledger=self._ledger,
         )
@@ -512,24 +499,16 @@ class Replay:
     def _open(self, path: Path) -> None:
         journal = self._journal
         remove_partial(path, power_cut=journal.left_by is LeftBy.POWER_CUT)
-        contents = scan(path, None if journal.is_new else journal.id)
-        self.skipped_files = contents.skipped
-        if contents.found:
-            info = contents.found[0].info
+        found, self.skipped_files = scan(path, None if journal.is_new else journal.id)
+        if found:
+            info = found[0].info
             self.chunk = info.steps
             if journal.is_new:
                 journal.identify(info.run)
-            self._table = self._make_table(info.schema, info.steps, len(contents.found))
-            self.skipped_files |= reopen(self._table, contents.found)
-            self._warn()
+            self._table = self._make_table(info.schema, info.steps, len(found))
+            self.skipped_files |= reopen(self._table, found)
         if journal.is_new:
             journal.begin(0)
-
-    def _warn(self) -> None:
-        if self._table is not None:
-            self._streams_warned = len(self._table.streams)
-            for problem in self._table.shortages():
-                log.warning(problem)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -563,32 +542,6 @@ def _annotate(data: dict[str, NDArray[Any]], cut_short: NDArray[np.bool_] | bool
             last[:, :-1] |= first[:, 1:]
             last[:, -1] |= cut_short
         first[:, 0] = True
-
-
-class _Readers:
-    """Lets samples copy without the replay's lock, while changes to stored bytes wait for them.
-
-    `enter` and `wait_until_none` are called with the replay's lock held, so none enters while
-    another waits, and the wait is as long as one copy.
-    """
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._changed = threading.Condition()
-
-    def enter(self) -> None:
-        with self._changed:
-            self._count += 1
-
-    def leave(self) -> None:
-        with self._changed:
-            self._count -= 1
-            if not self._count:
-                self._changed.notify_all()
-
-    def wait_until_none(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._count)
 
 
 _RECENT = 1024

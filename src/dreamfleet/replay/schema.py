@@ -28,8 +28,7 @@ IMPORTED = "imported:"
 
 _COLUMN_ALIGN = 64
 _TICK_BYTES = 8
-_MAX_STREAM_NAME = 100
-_MAX_STREAM_JSON = 700
+_MAX_STREAM_NAME = 700  # as JSON, for which the header of a chunk has room
 _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 _SMALL_FLOATS = {
     name: np.dtype(getattr(ml_dtypes, name))
@@ -174,18 +173,15 @@ def stream_names(streams: Sequence[StreamId] | NDArray[Any]) -> list[StreamId]:
         if not _can_name_a_stream(name):
             shown = repr(name) if isinstance(name, str) else type(name).__name__
             raise SchemaError(
-                f"{shown:.200} cannot name a stream: use an integer of 64 bits or at most "
-                f"{_MAX_STREAM_NAME} characters."
+                f"{shown:.200} cannot name a stream: use an integer of 64 bits or a short string."
             )
     return names
 
 
 def _can_name_a_stream(name: Any) -> bool:
-    """Whether the header of a chunk has room for it."""
     if isinstance(name, int):
         return _LEAST <= name <= _MOST
-    short = isinstance(name, str) and len(name) <= _MAX_STREAM_NAME
-    return short and (name.isascii() or len(json.dumps(name)) <= _MAX_STREAM_JSON)
+    return isinstance(name, str) and len(json.dumps(name[:_MAX_STREAM_NAME])) <= _MAX_STREAM_NAME
 
 
 def is_imported(stream: StreamId | None) -> bool:

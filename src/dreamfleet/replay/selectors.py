@@ -11,7 +11,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -220,38 +219,17 @@ class Prioritized(Selector):
 
     def draw(self, request: Draw) -> Ints:
         self._catch_up()
-        numbers = np.empty(0, np.int64)
-        while len(numbers) < request.count:
-            missing = request.count - len(numbers)
+        zeroing = request.consume and self.zero_on_sample
+        drawn = []
+        for count in [1] * request.count if zeroing else [request.count]:
             if self._tree.total > 0:
-                leaves = self._tree.draw(request.rng.random(missing))
-                drawn = request.low + (leaves - request.low) % self._size
-                if request.consume and self.zero_on_sample:
-                    drawn = drawn[self._one_by_one(drawn, request.rng)]
-                    self.taken(drawn)
+                leaves = self._tree.draw(request.rng.random(count))
+                drawn.append(request.low + (leaves - request.low) % self._size)
+                if zeroing:  # the next draw sees these steps at 0
+                    self.taken(drawn[-1])
             else:
-                drawn = request.rng.integers(request.low, request.high, missing)
-            numbers = np.concatenate([numbers, drawn]) if len(numbers) else drawn
-        return numbers
-
-    def _one_by_one(self, numbers: Ints, rng: np.random.Generator) -> NDArray[np.bool_]:
-        """Which draws stay, as if each had seen the steps of those before it at 0.
-
-        A draw that shares steps with earlier ones stays with the probability by which they have
-        lowered its weight. This is rejection sampling, so the distribution is exact.
-        """
-        positions = self._positions(numbers)
-        _, first, which = np.unique(positions, return_index=True, return_inverse=True)
-        rows = np.arange(len(numbers))[:, None]
-        kept: NDArray[np.bool_] = (
-            first[which].reshape(positions.shape) // self._length == rows
-        ).all(1)
-        for row in np.flatnonzero(~kept).tolist():
-            steps = self._values[positions[row]].astype(np.float64)
-            zeroed = np.isin(positions[row], positions[:row][kept[:row]])
-            before, now = self._weights(np.stack([steps, np.where(zeroed, 0.0, steps)])).tolist()
-            kept[row] = now == before or rng.random() < now / before
-        return kept
+                drawn.append(request.rng.integers(request.low, request.high, count))
+        return np.concatenate(drawn)
 
     def taken(self, numbers: Ints) -> None:
         """Living items were sampled for training."""
@@ -348,78 +326,52 @@ def _powers(priorities: NDArray[np.floating], exponent: float) -> NDArray[np.flo
 
 
 class SumTree:
-    """`size` weights, all zero at first: change some, draw in proportion, both in O(log n).
+    """`size` weights, all zero at first: change some, draw in proportion, both in O(sqrt(size)).
 
-    The tree is wide rather than binary: a level is then one vectorised step over the whole batch,
-    and two levels of blocks below the root cover two million weights. A draw adds up the root and
-    one block a level for each of its targets, so it is not wider: 128 draws a quarter faster than
-    the wider one before. Sums are always recomputed from the children, never adjusted, so they do
-    not drift.
+    There are two levels, weights and sums of blocks. Sums are always recomputed from the weights,
+    never adjusted, so they do not drift.
 
     While any weight is infinite, only infinite ones are drawn, all with the same probability. They
     are stored as a number so large that all finite weights together vanish in its rounding: sums of
     infinities are then exact, and nothing becomes NaN.
     """
 
-    _WIDTH = 128
-    _ROOT = 512
     _INFINITE = 2.0**500
     # Far above the share of all finite weights next to one infinite weight, far below 1.
     _LEAST_SHARE = 2.0**-100
 
     def __init__(self, size: int) -> None:
-        self._levels: list[Floats] = []
-        while not self._levels or size > self._ROOT:
-            size = -(-size // self._WIDTH)
-            self._levels.append(np.zeros((size, self._WIDTH)))
-        self._root = np.zeros(size)
+        self._width = math.isqrt(size) + 1
+        self._blocks = np.zeros((self._width, self._width))
+        self._sums = np.zeros(self._width)
 
     @property
     def total(self) -> float:
-        return float(self._root.sum())
+        return float(self._sums.sum())
 
     @property
     def nbytes(self) -> int:
-        return self._root.nbytes + sum(level.nbytes for level in self._levels)
+        return self._blocks.nbytes
 
     def set(self, leaves: Ints, weights: Floats | float) -> None:
         """Set weights below 2 ** 300, or infinite ones."""
-        self._levels[0].reshape(-1)[leaves] = np.minimum(weights, self._INFINITE)
-        for lower, upper in pairwise([*self._levels, self._root]):
-            leaves = _distinct(leaves // self._WIDTH)
-            upper.reshape(-1)[leaves] = lower[leaves].sum(1)
+        self._blocks.reshape(-1)[leaves] = np.minimum(weights, self._INFINITE)
+        changed = np.unique(leaves // self._width)
+        self._sums[changed] = self._blocks[changed].sum(1)
 
     def draw(self, fractions: Floats) -> Ints:
         """The leaf at each fraction in [0, 1) of the total; never one of weight zero."""
-        sums = _sums(self._root)
+        sums = np.cumsum(self._sums)
         rest = self._clip(fractions * sums[-1], sums[-1])
-        nodes: Ints = np.searchsorted(sums[1:], rest, side="right")
-        rest -= sums[nodes]
-        rows = np.arange(len(fractions))
-        for level in reversed(self._levels):
-            sums = _sums(level[nodes])
-            rest = self._clip(rest, sums[:, -1])
-            child = np.argmax(sums[:, 1:] > rest[:, None], 1)
-            rest -= sums[rows, child]
-            nodes = nodes * self._WIDTH + child
-        return nodes
+        blocks: Ints = np.searchsorted(sums, rest, side="right")
+        rest -= np.append(0.0, sums)[blocks]
+        sums = np.cumsum(self._blocks[blocks], 1)
+        rest = self._clip(rest, sums[:, -1])
+        leaves: Ints = blocks * self._width + np.argmax(sums > rest[:, None], 1)
+        return leaves
 
     def _clip(self, rest: Floats, total: Floats) -> Floats:
         # Rounding may leave a rest beyond the end; the first sum above a rest is there because of
         # its own weight, which therefore is not zero. A rest of 0 would lead to a finite weight
         # that comes before the infinite ones.
         return np.clip(rest, total * self._LEAST_SHARE, np.nextafter(total, 0.0))
-
-
-def _sums(weights: Floats) -> Floats:
-    """What lies before each weight of the last axis, and the total."""
-    sums = np.zeros((*weights.shape[:-1], weights.shape[-1] + 1))
-    np.cumsum(weights, -1, out=sums[..., 1:])
-    return sums
-
-
-def _distinct(blocks: Ints) -> Ints:
-    """Without those that come again at once: most do, and the sum of one may be taken twice."""
-    new = np.ones(len(blocks), np.bool_)
-    np.not_equal(blocks[1:], blocks[:-1], out=new[1:])
-    return blocks[new]

@@ -15,9 +15,10 @@ and only then does anything old leave.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +38,8 @@ SPARE_SLOTS = 4096
 """Chunks for which addresses are reserved in addition to twice those of the capacity."""
 SLACK = 4096
 """Items that may be pushed before old ones have to leave."""
+log = logging.getLogger(__name__)
+
 _NONE = -1
 _LEAST_PATIENCE = 1024
 
@@ -67,7 +70,6 @@ class Table:
         directory: Path | None,
         journal: Journal,
         selector: Selector,
-        before_release: Callable[[], None],
         found: int = 0,
         ledger: Ledger | None = None,
     ) -> None:
@@ -76,13 +78,18 @@ class Table:
         slots = max(2 * -(-capacity // steps), found) + SPARE_SLOTS
         self.store = Store(schema, steps, min(slots, MAX_SLOTS), directory, journal.id)
         self.length, self.capacity, self.max_bytes = length, capacity, max_bytes
+        if capacity > (most := self.store.slots * steps):
+            log.warning(
+                "The replay can hold about %s sequences in %s chunks, not its capacity of %s: "
+                "lower it, or raise `chunk` (%d steps) where chunks are small.",
+                *(f"{most:,}", f"{self.store.slots:,}", f"{capacity:,}", steps),
+            )
         # How long a stream may pause, in steps of the others, before its last steps leave.
         self._patience = max(capacity, 4 * steps, _LEAST_PATIENCE)
         self._swept = 0
         self.scores = Scores(self.store)
         self.ledger = ledger
         self.journal = journal
-        self._before_release = before_release
 
         self.low = self.high = 0
         self.online: deque[int] = deque()
@@ -96,8 +103,6 @@ class Table:
         self._names: list[StreamId | None] = []
         self._free: list[int] = []
         self._looked_up: tuple[list[StreamId], Ints, Ints] | None = None
-        self.owner = np.full(self.store.slots, _NONE, np.int64)
-        """The chain that each chunk belongs to."""
         self.head_slot: Ints
         """Of each chain, the chunk that is written, or -1."""
         self._head_len: Ints
@@ -128,7 +133,7 @@ class Table:
         """Memory used in addition to the steps themselves."""
         ring = self._ring.itemsize * min(self.high, self._ring_size)
         priorities = self.priorities.index_bytes(self.store.chunks) if self.priorities else 0
-        return self.store.index_bytes + self.owner.nbytes + self._heads.nbytes + ring + priorities
+        return self.store.index_bytes + self._heads.nbytes + ring + priorities
 
     @property
     def stored_steps(self) -> int:
@@ -213,8 +218,6 @@ class Table:
         """Move heads behind committed rows, and number the items that these complete."""
         chains, ranks, slots, indices, made = places
         store, length = self.store, self.length
-        if made:
-            self.owner[slots] = chains
         for slot in made if self.priorities else ():
             self.priorities.created(slot)  # type: ignore[union-attr]  # it is there
         # Where a stream occurs several times its last row decides, and numpy assigns in order.
@@ -307,7 +310,6 @@ class Table:
             if self.priorities:
                 self.priorities.created(slot)
         store.link(slots)
-        self.owner[slots] = chain
         steps = np.concatenate(positions)
         ticks = store.ticks[np.divmod(steps, store.steps)]
         self.head_slot[chain], self._head_len[chain] = slots[-1], store.lengths[slots[-1]]
@@ -377,7 +379,6 @@ class Table:
         if self.ledger:
             read = self.ledger.read
             self.ledger.keep(each for slot in slots for each in self.scores.finished(slot, read))
-        self._before_release()
         ended = np.flatnonzero(np.isin(self.head_slot, slots)).tolist()
         self.end_streams(name for chain in ended if (name := self._names[chain]) is not None)
         self._free_chains(ended)
@@ -423,19 +424,17 @@ class Table:
         """Fit what was found on disk into less than it took; streams may lose their last steps."""
         while self._room() < 0:
             self._sweep(patience=0)
-            if self._room() >= 0:
-                return
-            if self.items:
+            if self._room() < 0:
                 self._evict_some()
-            else:
-                chains = np.flatnonzero(self.head_slot >= 0)
-                oldest = chains[self._last_tick[chains].argmin()]
-                self._release(list(self.store.preceding(int(self.head_slot[oldest]))))
 
     def _evict_some(self) -> None:
-        """Evict until a chunk has no items left, or a chain has none."""
-        oldest_end = int(self._last_tick[self.head_slot >= 0].min())
-        wanted = max(1, self.items_until(oldest_end) - self.low)
+        """Evict until a chunk has no items left, or a chain has none; without items, a chain."""
+        chains = np.flatnonzero(self.head_slot >= 0)
+        oldest = chains[self._last_tick[chains].argmin()]
+        if not self.items:
+            self._release(list(self.store.preceding(int(self.head_slot[oldest]))))
+            return
+        wanted = max(1, self.items_until(int(self._last_tick[oldest])) - self.low)
         for first in range(self.low, self.low + wanted, SLACK):
             last = min(first + SLACK, self.low + wanted)
             ends = np.flatnonzero(self.starts(np.arange(first, last))[1] == self.store.steps - 1)
@@ -461,21 +460,3 @@ class Table:
             f"{self.store.chunk_bytes:,} bytes in addition to the {pinned} that streams are "
             f"writing: raise max_bytes, or lower `chunk` ({self.store.steps} steps)."
         )
-
-    def shortages(self) -> list[str]:
-        """One sentence for each bound that is too small for the capacity."""
-        store, streams, problems = self.store, len(self.streams), []
-        most, most_bytes = store.slots * store.steps, store.slots * store.chunk_bytes
-        if self.capacity > most and (self.max_bytes is None or self.max_bytes > most_bytes):
-            problems.append(
-                f"The replay can hold about {most:,} sequences in {store.slots:,} chunks, not its "
-                f"capacity of {self.capacity:,}: lower it, or raise `chunk` ({store.steps} steps) "
-                "where chunks are small."
-            )
-        if self.max_bytes is not None and self.max_bytes < 2 * streams * store.chunk_bytes:
-            problems.append(
-                f"max_bytes={self.max_bytes:,} holds fewer than two chunks of "
-                f"{store.chunk_bytes:,} bytes for each of {streams} streams, so few sequences will "
-                f"last: raise max_bytes, or lower `chunk` ({store.steps} steps)."
-            )
-        return problems

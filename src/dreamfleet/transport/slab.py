@@ -53,9 +53,7 @@ Allocate = Callable[[int], Memory | None]
 
 
 def shared_arrays(
-    allocate: Allocate,
-    shapes: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]],
-    otherwise: Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]] = np.empty,
+    allocate: Allocate, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 ) -> dict[str, NDArray[Any]]:
     """Arrays without a content. The large ones lie in memory that is sent without a copy, if there
     is some; they must not be changed after they were sent."""
@@ -65,7 +63,7 @@ def shared_arrays(
     arrays = {}
     for key, (shape, dtype) in shapes.items():
         if memory is None or sizes[key] < SHARED_FROM:
-            arrays[key] = otherwise(shape, dtype)
+            arrays[key] = np.empty(shape, dtype)
         else:
             arrays[key] = np.ndarray(shape, dtype, memory, place)
             place += aligned_total([sizes[key]])

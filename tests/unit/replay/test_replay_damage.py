@@ -12,9 +12,8 @@ import pytest
 from replay_history import History, add, open_replay, write_history
 from replay_model import all_items
 
-from dreamfleet.files import COUNTER_WORDS
 from dreamfleet.replay.storage.files import header_bytes, read_chunk
-from dreamfleet.replay.storage.journal import _COMMITTED_WORD, _HEADER_WORDS, _RECORD_WORDS, Journal
+from dreamfleet.replay.storage.journal import _HEADER_WORDS, _RECORD_WORDS, SYNCED
 
 BATCHES = 40
 
@@ -69,25 +68,6 @@ def test_a_damaged_word_of_the_journal_loses_no_step(
         assert all_items(replay) == made.items(BATCHES + 1)
 
 
-@pytest.mark.parametrize("batches", [1, 2, 13])
-@pytest.mark.parametrize("copy", [0, 1])
-def test_a_zeroed_copy_of_the_committed_tick_loses_no_step(
-    tmp_path: Path, copy: int, batches: int
-) -> None:
-    """After a kill, when no synced copy of the journal is newer."""
-    made, live, killed = History(), tmp_path / "live", tmp_path / "killed"
-    with open_replay(live) as replay:
-        for number in range(batches):
-            add(replay, made, number)
-        shutil.copytree(live, killed)
-    half = COUNTER_WORDS // 2
-    for word in range(_COMMITTED_WORD + copy * half, _COMMITTED_WORD + (copy + 1) * half):
-        change(killed / "journal", word, None)
-    with open_replay(killed) as replay:
-        assert replay.tick == sum(len(streams) for _, streams in made.batches[:batches])
-        assert add(replay, made, batches - 1) == 0, "a resend is still recognised"
-
-
 @pytest.mark.parametrize("batches", [BATCHES, BATCHES - 1])
 @pytest.mark.parametrize("length", [1, 7, 8, 56, 80, 400])
 def test_a_journal_that_has_lost_its_end_loses_no_step(
@@ -120,6 +100,8 @@ def test_a_journal_that_is_beyond_repair_is_kept_beside_the_new_one(
     made = history()
     garbage = b"\x5a" * (directory / "journal").stat().st_size
     (directory / "journal").write_bytes(garbage)
+    for name in SYNCED:
+        (directory / name).unlink()
     with caplog.at_level(logging.WARNING), open_replay(directory) as replay:
         assert all_items(replay) == made.items(BATCHES)
         assert replay.skipped_files == {}
@@ -127,28 +109,9 @@ def test_a_journal_that_is_beyond_repair_is_kept_beside_the_new_one(
     assert "is kept as" in caplog.text
 
 
-def test_tick_far_above_others_does_not_move_a_journal_that_is_made_anew(directory: Path) -> None:
-    made = history()
-    last = sum(len(streams) for _, streams in made.batches[:BATCHES])
-    path, row = newest(directory)
-    (directory / "journal").unlink()
-    change(path, first_tick(path) + row, 1 << 40)
-    with open_replay(directory) as replay:
-        assert replay.tick == last - 1
-
-
 def first_tick(path: Path) -> int:
     """The word of the file that holds the tick of its first step."""
     return header_bytes(read_chunk(path).schema) // 8
-
-
-def newest(directory: Path) -> tuple[Path, int]:
-    """The chunk with the newest step, and the row of it."""
-    committed, found = Journal(directory).committed, []
-    for path in directory.glob("*.chunk"):
-        ticks = np.fromfile(path, "<i8")[first_tick(path) :][: read_chunk(path).steps]
-        found += [(path, int(row)) for row in np.flatnonzero(ticks == committed)]
-    return found[0]
 
 
 @pytest.mark.parametrize("row", [0, 3, 7])

@@ -1,12 +1,10 @@
-"""The machinery under a replay: mappings, pages asked for early, threads that end."""
+"""The machinery under a replay: mappings, and pages that are asked for early."""
 
 from __future__ import annotations
 
 import gc
-import os
 import re
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,7 @@ import psutil
 import pytest
 
 from dreamfleet.replay import Replay
-from dreamfleet.replay.storage.memory import _AHEAD, BufferPool
+from dreamfleet.replay.storage.store import _AHEAD
 
 WIDE = 4096
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -25,27 +23,16 @@ def fill(replay: Replay, count: int) -> None:
         replay.add({"tag": np.int64(tag), "wide": np.full(WIDE, tag % 251, np.uint8)})
 
 
-def helpers() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "replay-prefault"}
-
-
-@pytest.mark.parametrize("how", ["at once", "one by one", "not at all"])
+@pytest.mark.parametrize("can", [True, False], ids=["asked for", "the kernel cannot"])
 def test_pages_asked_for_early_change_nothing(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    can: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the kernel can do, the steps are the same."""
-    if how != "at once":
-        monkeypatch.setattr(os, "pidfd_open", _refuse, raising=False)
-    if how == "not at all":
+    if not can:
         monkeypatch.setattr("dreamfleet.replay.storage.memory._MADV_POPULATE_WRITE", 9999)
-    with Replay(5, 1000, tmp_path, chunk=3 * _AHEAD) as replay:
+    with Replay(5, 1000, tmp_path, chunk=3 * _AHEAD + 1) as replay:
         fill(replay, 10 * _AHEAD)
         data = replay.sample(200, "eval")
         assert (data["wide"] == (data["tag"] % 251)[..., None]).all()
-
-
-def _refuse(pid: int) -> int:
-    raise PermissionError
 
 
 def test_few_pages_are_taken_early() -> None:
@@ -53,29 +40,15 @@ def test_few_pages_are_taken_early() -> None:
     before = psutil.Process().memory_info().rss
     with Replay(5, 10**6, chunk=100_000) as replay:
         fill(replay, 10)
-        replay._table.store._prefault.stop()  # type: ignore[union-attr]
         assert psutil.Process().memory_info().rss - before < 20 << 20
-
-
-def test_the_prefault_thread_ends_with_the_replay() -> None:
-    others = helpers()
-    replay = Replay(5, 1000)
-    fill(replay, 10)
-    assert len(helpers() - others) == 1
-    replay.close()
-    assert helpers() <= others
 
 
 @LINUX
 def test_a_forgotten_replay_leaves_nothing_behind(tmp_path: Path) -> None:
-    others = helpers()
     replay = Replay(5, 1000, tmp_path)
     fill(replay, 10)
-    (thread,) = helpers() - others
     del replay
     gc.collect()
-    thread.join(30)
-    assert not thread.is_alive()
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
     with Replay(5, 1000, tmp_path) as replay:
         assert len(replay) == 6
@@ -113,13 +86,3 @@ def test_nothing_is_read_ahead_into_a_chunk_that_is_being_written(tmp_path: Path
         told = flags(str(tmp_path / ""))
         chunks = {line: "rr" in flag for line, flag in told.items() if ".chunk" in line}
         assert set(chunks.values()) == {False}
-
-
-def test_the_pool_drops_sizes_that_are_not_used_any_more() -> None:
-    pool = BufferPool()
-    dtype = np.dtype(np.uint8)
-    first = pool.take((1 << 20,), dtype).ctypes.data
-    for more in range(100):
-        pool.take(((1 << 20) + more,), dtype)
-        assert pool.take((1 << 20,), dtype).ctypes.data == first, "what is in use stays"
-    assert len(pool._buffers) == 32

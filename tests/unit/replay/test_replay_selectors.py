@@ -144,7 +144,7 @@ def weights(replay: Replay) -> list[float]:
     selector = table.priorities
     selector._catch_up()
     numbers = np.arange(table.low, table.high)
-    leaves = selector._tree._levels[0].reshape(-1)[numbers % selector._size]
+    leaves = selector._tree._blocks.reshape(-1)[numbers % selector._size]
     return np.where(leaves >= SumTree._INFINITE, np.inf, leaves).tolist()
 
 

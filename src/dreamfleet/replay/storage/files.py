@@ -220,19 +220,11 @@ def _release_in_child() -> None:
 os.register_at_fork(after_in_child=_release_in_child)
 
 
-class Contents(NamedTuple):
-    """What lies in a replay's directory."""
-
-    found: list[Found]
-    skipped: dict[str, str]
-    """Files that are no chunks of this replay, with the reason."""
-
-
-def scan(directory: Path, run: bytes | None) -> Contents:
-    """Find every chunk, and say why any other file is skipped; nothing here is fatal.
+def scan(directory: Path, run: bytes | None) -> tuple[list[Found], dict[str, str]]:
+    """Find every chunk, and say by name why any other file is skipped; nothing here is fatal.
 
     Chunks belong to the journal with the id `run`; if that is lost, to the one that most of them
-    name. All have the same columns; if they differ, the most common win.
+    name. All of a journal have the same columns and size: a replay refuses other steps.
     """
     found: list[Found] = []
     skipped: dict[str, str] = {}
@@ -254,20 +246,9 @@ def scan(directory: Path, run: bytes | None) -> Contents:
         if item.info.run != run:
             skipped[item.path.name] = "belongs to another replay: use load_directory to copy steps"
     found = [item for item in found if item.info.run == run]
-    kinds = Counter((item.info.schema, item.info.steps) for item in found)
-    if len(kinds) > 1:
-        schema, steps = winner = kinds.most_common(1)[0][0]
-        for item in found:
-            if (item.info.schema, item.info.steps) != winner:
-                skipped[item.path.name] = (
-                    f"has other columns or another size than the rest: "
-                    f"{schema.describe_difference(item.info.schema)}, "
-                    f"{item.info.steps} steps instead of {steps}"
-                )
-        found = [f for f in found if (f.info.schema, f.info.steps) == winner]
     for name, reason in skipped.items():
         log.warning("Skipping %s in the replay directory %s: it %s.", name, directory, reason)
-    return Contents(found, skipped)
+    return found, skipped
 
 
 def remove_partial(directory: Path, *, power_cut: bool = False) -> None:

@@ -15,10 +15,9 @@ The journal also remembers, for each source of numbered batches, which numbers w
 record has two copies: the one not in use is overwritten and carries the tick its batch will be
 committed at, so it takes effect with the same commit.
 
-Everything here has a checksum. What does not agree with its own is not believed: the committed tick
-has an older copy (`dreamfleet.files`), and whether steps behind it were committed too is then
-answered by the chunks (`in_doubt`). A journal that is lost is made again from the chunks, and the
-damaged one is kept beside it.
+Everything here has a checksum. What does not agree with its own is not believed: a commit that was
+interrupted leaves the committed tick from before (`dreamfleet.files`). A journal that is lost is
+made again from the chunks, and the damaged one is kept beside it.
 """
 
 from __future__ import annotations
@@ -115,15 +114,15 @@ class Journal:
         if synced is not None:
             unclosed = LeftBy.KILL if synced.boot == self._boot else LeftBy.POWER_CUT
             self.left_by = LeftBy.CLOSE if synced.closed else unclosed
-            if synced.boot != self._boot:
-                # If this is interrupted, the next start does it again.
-                self._words[:], cut_off = synced.words, False
-        header = _read_header(self._words)
-        self.is_new = header is None or cut_off
+        self.is_new = cut_off or _read_header(self._words) is None
         """Whether there was none, or only a damaged one; until `begin`, also if killed before."""
         if self.is_new:
-            self.left_by = LeftBy.UNKNOWN
             self._refuse_other_version(directory)
+        if synced is not None and self.left_by is not LeftBy.KILL:
+            # If this is interrupted, the next start does it again.
+            self._words[:], self.is_new = synced.words, False
+        if self.is_new:
+            self.left_by = LeftBy.UNKNOWN
             # Without either, a first start was interrupted: there is nothing to keep.
             used = self._words[_MAGIC_WORD] or self._words[_HEADER_WORDS:].any()
             if directory is not None and used:
@@ -137,9 +136,6 @@ class Journal:
         self._number = _committed_number(self._words)
         self.committed = self._number.values[0] or 0
         """Steps with ticks up to and including this one count."""
-        self.in_doubt = self._number.doubtful[0]
-        """Whether steps behind the committed one may count too: a commit was interrupted, or the
-        newest copy of the committed tick is damaged. Then `staged` and the chunks tell."""
         self._read_records()
 
     def _refuse_other_version(self, directory: Path | None) -> None:
@@ -166,7 +162,6 @@ class Journal:
     def begin(self, tick: int) -> None:
         """Make a new journal count, with steps up to `tick` committed."""
         self.commit(tick)
-        self.commit(tick)  # so that a copy of it that is lost is noticed
         self._words[_MAGIC_WORD] = _MAGIC
         self.is_new = False
 
@@ -178,18 +173,6 @@ class Journal:
         # In this order: interrupted in between, the batch is taken in, and counts with the next.
         self.committed = tick
         self._number.set(0, tick)
-
-    def staged(self) -> list[int]:
-        """Ticks behind the committed one at which batches were to be committed, rising."""
-        ticks = self._valid_ticks()
-        return [int(tick) for tick in np.unique(ticks[ticks > self.committed])]
-
-    def settle(self, tick: int) -> None:
-        """End the doubt: steps up to this one were committed."""
-        self.commit(tick)
-        self.commit(tick)  # both copies are whole again
-        self.in_doubt = False
-        self._read_records()
 
     def newest(self, source: Source) -> int | None:
         """The highest batch number that was committed for the source."""

@@ -25,7 +25,7 @@ from dreamfleet.replay.storage.files import (
     create_chunk,
     header_bytes,
 )
-from dreamfleet.replay.storage.memory import Arena, BufferPool, Prefault
+from dreamfleet.replay.storage.memory import Arena
 from dreamfleet.transport import answer_memory, shared_arrays
 
 Ints = NDArray[np.int64]
@@ -34,6 +34,8 @@ Ints = NDArray[np.int64]
 MAX_SLOTS = 60_000
 _MAX_ADDRESSES = 1 << 45
 _NONE = -1
+# Pages are asked for so many steps at a time, of columns that are so wide.
+_AHEAD, _LEAST_BYTES_AHEAD = 16, 8192
 
 
 class Piece(NamedTuple):
@@ -72,8 +74,12 @@ class Store:
             base - UNUSED_BYTES - BEFORE_BYTES, np.dtype(np.uint64), BEFORE_BYTES // 8
         )
         """Of each chunk, what the episode under way scored before it; see `Scores`."""
-        places = [(base + starts[column.name], column.row_bytes) for column in schema.columns]
-        self._prefault = Prefault(self.arena, places, steps)
+        # Where the columns start that are worth asking for pages, and the bytes of a step.
+        self._wide = [
+            (base + starts[column.name], column.row_bytes)
+            for column in schema.columns
+            if column.row_bytes * _AHEAD >= _LEAST_BYTES_AHEAD
+        ]
         self.ids = np.zeros((self.slots, 16), np.uint8)
         # With one place more, which a slot of -1 leads to: there is nothing behind a chain's end.
         self.next = np.full(self.slots + 1, _NONE, np.int64)
@@ -86,7 +92,6 @@ class Store:
         """Slots with rows that were written, marked or erased since the last sync."""
         self._free = list(range(self.slots - 1, -1, -1))
         self._index_words = np.arange(steps, dtype=">u4").view(np.uint32)
-        self._buffers = BufferPool()
 
     @property
     def chunks(self) -> int:
@@ -178,11 +183,16 @@ class Store:
         self, slots: Ints, indices: Ints, arrays: Mapping[str, NDArray[Any]], first_tick: int
     ) -> None:
         """Write one row each; they count once their ticks are committed."""
+        due = indices % _AHEAD == 0
+        if self._wide and due.any():
+            for slot, first in zip(slots[due].tolist(), indices[due].tolist(), strict=True):
+                last = min(first + _AHEAD, self.steps)
+                for at, row_bytes in self._wide:
+                    self.arena.populate(slot, at + first * row_bytes, at + last * row_bytes)
         for name, column in self.columns.items():
             column[slots, indices] = arrays[name]
         self.ticks[slots, indices] = np.arange(first_tick, first_tick + len(slots))
         self.changed.update(slots.tolist())
-        self._prefault.written(slots, indices)
 
     def erase(self, slots: Ints, indices: Ints) -> None:
         """Make rows that were written but not committed unreadable for good."""
@@ -208,7 +218,7 @@ class Store:
         answers a call, they are copied to where they are sent from."""
         shapes = {c.name: ((batch, length, *c.shape), c.dtype) for c in self.schema.columns}
         shapes[STEPID] = (batch, length, STEPID_BYTES), np.dtype(np.uint8)
-        result = shared_arrays(answer_memory, shapes, self._buffers.take)
+        result = shared_arrays(answer_memory, shapes)
         for name, source in self.columns.items():
             out = result[name]
             for row, at, slot, index, count in pieces:
@@ -263,7 +273,6 @@ class Store:
         """Unmap everything; the arrays must not be touched afterwards, so they go first."""
         self.columns, self.ticks = {}, np.zeros((0, 0), np.int64)
         self.before = np.zeros((0, 0), np.uint64)
-        self._prefault.stop()
         self.arena.close()
 
     def _map(self, slot: int, fd: int) -> None:
