@@ -7,20 +7,16 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.agents.api import (
-    Agent,
-    Arrays,
-    Mode,
-    Player,
-)
+from dreamfleet.agents.api import Agent, Arrays, Mode, Player
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.roles.addresses import listen_address, publish_address, server_name
@@ -52,7 +48,6 @@ _MOST_NAMED = 8
 _IN_FLIGHT = 2  # messages to the replay without a reply: one it works on, and the next
 _LOGGED_IN_FLIGHT = 8  # the same to the logger
 _MOST_FLUSH_SECONDS = 3600.0  # for one message to the replay, at the end of a complete run
-_PRESENT_SECONDS = 2.0  # an environment that was heard within these counts as one that is there
 
 
 def parallel_actor(
@@ -125,8 +120,9 @@ def serve_actor(
             publish_address(args, "actor", server.address, index)
             while not progress.finished.wait(min(args.log_every, POLL_SECONDS)):
                 gate.poll()
-                if args.bind:  # environments come and go
-                    server.resize("act", actor.full_batch())
+                if args.bind:  # environments come and go: a full batch has no more than are there
+                    present = server.between_calls(owners.present)
+                    server.resize("act", min(present, args.policy_batch_of(index)))
                 if should_log():
                     actor.log_metrics(server, held=gate.closed)
             if progress.error is None:
@@ -170,17 +166,10 @@ class Actor:
         self._stored: deque[Reply] = deque()
         self._logged: deque[Future] = deque()
         self._previous = (time.monotonic(), 0.0, 0.0)
-        self._failures = EnvFailures()
         self._health = Health(health_path(args, server_name("actor", index)))
         self.gone: Callable[[list[int]], list[int]] = lambda _: []
         """Those of some environments that have no connection any more."""
         self._forgotten: deque[int] = deque()  # carries that are, and episodes that are to be
-
-    def full_batch(self) -> int:
-        """Environments in a full policy call now: no more than are there."""
-        with self._policy_lock:
-            there = self._carries.recent(_PRESENT_SECONDS)
-        return max(1, min(there, self._args.policy_batch_of(self._index)))
 
     # --- acting: before the reply ----------------------------------------------------------------
 
@@ -195,7 +184,6 @@ class Actor:
     def _act(self, obs: dict[str, Any]) -> tuple[Arrays, Transitions]:
         inputs = without_logs(obs)
         envids, is_eval = ids_of(inputs.pop("envid")), inputs.pop("is_eval")
-        self._failures.note(envids, inputs.pop("failures"))
         evaluated, count = int(np.count_nonzero(is_eval)), len(envids)
         with self._policy_lock:
             # An episode that began before this actor started has no carry: it is reset and not
@@ -246,32 +234,18 @@ class Actor:
             self._progress.raise_to(self._replay.position().result()["steps"])
         if forgotten := [self._forgotten.popleft() for _ in range(len(self._forgotten))]:
             self._logged.append(self._logger.call("gone", np.array(forgotten, np.int64)))
-        for joined, frames in self._messages(batches):
-            is_eval = joined.is_eval
-            if is_eval.all() or not is_eval.any():
-                self._store(joined, bool(is_eval.any()))
-            else:
-                self._store(joined.where(~is_eval), False)
-                self._store(joined.where(is_eval), True)
-            message = (self._progress.step, joined.envids, is_eval, joined.logs, frames)
-            self._logged.append(self._logger.call("tran", *message))
-
-    def _messages(self, batches: Sequence[Transitions]) -> Iterator[tuple[Transitions, Arrays]]:
-        """Transitions for one message each, with the frames of the environment whose video is
-        recorded. A batch with frames goes alone, so that it is clear which row they belong to."""
-        together: list[Transitions] = []
-        for batch in batches:
-            if not len(batch):
-                continue
-            if frames := self._video.frames(batch.envids, batch.steps):
-                if together:
-                    yield Transitions.join(together, self._replay.memory), {}
-                    together = []
-                yield batch, frames
-            else:
-                together.append(batch)
-        if together:
-            yield Transitions.join(together, self._replay.memory), {}
+        if not (parts := [batch for batch in batches if len(batch)]):
+            return
+        joined = Transitions.join(parts, self._replay.memory)
+        frames = self._video.frames(joined.envids, joined.steps)
+        is_eval = joined.is_eval
+        if is_eval.all() or not is_eval.any():
+            self._store(joined, bool(is_eval.any()))
+        else:
+            self._store(joined.where(~is_eval), False)
+            self._store(joined.where(is_eval), True)
+        message = (self._progress.step, joined.envids, is_eval, joined.logs, frames)
+        self._logged.append(self._logger.call("tran", *message))
 
     def _store(self, part: Transitions, is_eval: bool) -> None:
         self._sequence += 1
@@ -312,24 +286,20 @@ class Actor:
     def _forget_gone(self) -> None:
         """Forget environments that have sent nothing for `episode_timeout` and have no connection
         any more. One that has may be slow, or be held up by the run itself."""
+        timeout = self._args.episode_timeout
         with self._policy_lock:
-            silent = self._silent()
-        gone = self.gone(list(silent)) if silent else []
+            idle = self._carries.idle()
+        silent = [envid for envid, age in idle.items() if age > timeout]
+        if not silent or not (gone := self.gone(silent)):
+            return
         with self._policy_lock:
-            silent = self._silent()  # without those that are back
-            gone = [envid for envid in gone if envid in silent]
-            self._carries.forget(gone)
-            self._forgotten += gone
-        if gone:
-            log.warning(
-                "%s: no connection, and no step for %.0f s; dropped, with episodes that were under "
-                "way (episode_timeout is %g s)",
-                *(_names(gone), min(silent[each] for each in gone), self._args.episode_timeout),
-            )
-
-    def _silent(self) -> dict[int, float]:
-        idle = self._carries.idle()
-        return {envid: age for envid, age in idle.items() if age > self._args.episode_timeout}
+            self._carries.forget(gone)  # one that is back in this moment is reset
+        self._forgotten += gone
+        log.warning(
+            "%s: no connection, and no step for %.0f s; dropped, with episodes that were under "
+            "way (episode_timeout is %g s)",
+            *(_names(gone), min(idle[each] for each in gone), timeout),
+        )
 
     def _log_metrics(self, server: BatchServer, held: bool) -> None:
         self._forget_gone()
@@ -345,7 +315,6 @@ class Actor:
         then, items, batches = self._previous
         now = time.monotonic()
         self._previous = now, stats["act/items"], stats["act/batches"]
-        self._progress.env_failures = self._failures.total, stats["act/items"]
         metrics: dict[str, Any] = {
             "steps_per_second": (stats["act/items"] - items) / (now - then),
             "batches_per_second": (stats["act/batches"] - batches) / (now - then),
@@ -356,17 +325,12 @@ class Actor:
             **{f"server/{k}": v for k, v in stats.items() if "/" not in k},
             **{f"replay_client/{k}": v for k, v in replay.items()},
             **{f"logger_client/{k}": v for k, v in logger.items()},
+            **self._agent.metrics(),
             **self._more_metrics(),
         }
         name = server_name("actor", self._index)
-        metrics = {f"{name}/{key}": value for key, value in metrics.items()}
-        if not self._index:  # the others have told the learner of theirs
-            failures, steps = self._progress.others.failures()
-            total = self._failures.total + failures
-            steps += stats["act/items"]
-            metrics["env/failures"] = float(total)
-            metrics["env/failures_per_1000_steps"] = 1000 * total / max(steps, 1.0)
-        self._logger.call("add", self._progress.step, metrics)
+        named = {f"{name}/{key}": value for key, value in metrics.items()}
+        self._logger.call("add", self._progress.step, named)
 
     def _waits_for(
         self, idle: Mapping[int, float], observations: int, replay: Mapping[str, float], held: bool
@@ -464,27 +428,9 @@ class StartGate:
                 self._note.touch()
 
 
-class EnvFailures:
-    """How often environments have failed since this actor was started."""
-
-    def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
-        self.total = 0
-
-    def note(self, envids: NDArray[Any], counts: NDArray[Any]) -> None:
-        """Take the count of each environment, which starts again with its process."""
-        if not counts.any():
-            return
-        for envid, count in zip(envids.tolist(), counts.tolist(), strict=True):
-            before = self._counts.get(envid, 0)
-            self.total += count - before if count >= before else count
-            self._counts[envid] = count
-
-
 class VideoFrames:
-    """Chooses the frames that the logger gets: whole episodes of one environment, now and then.
-
-    Frames are most of an observation's bytes, so no others are sent.
+    """Chooses the frames that the logger gets: whole episodes of one environment, now and then, and
+    what is in the same batches. Frames are most of an observation's bytes, so no others are sent.
 
     Args:
         every: Seconds between the starts of two videos; 0 for none.
@@ -502,16 +448,14 @@ class VideoFrames:
     def frames(
         self, envids: NDArray[Any], obs: Mapping[str, NDArray[Any]]
     ) -> dict[str, NDArray[Any]]:
-        """The images of this batch that belong to a video, with a leading axis of one."""
+        """The images of this environment, if one of its episodes in this batch is recorded."""
         rows = (envids == self._envid).nonzero()[0]
-        if not rows.size:
-            return {}
-        row = int(rows[0])
-        if obs["is_first"][row]:
+        recording = self._recording
+        if obs["is_first"][rows].any():
             self._recording = self._due()
-        if not self._recording:
+        if not rows.size or not (recording or self._recording):
             return {}
-        return {k: v[row : row + 1] for k, v in obs.items() if is_frame(v.dtype, v.shape[1:])}
+        return {k: v[rows] for k, v in obs.items() if is_frame(v.dtype, v.shape[1:])}
 
 
 def waits_for(
@@ -544,16 +488,15 @@ def waits_for(
             f"observations, and uses a smaller batch after {args.actor_wait:g} s"
         )
     own = () if args.bind and args.remote_envs else args.envs_of(actor)
-    unknown = [envid for envid in own if envid not in idle]
-    if len(unknown) > observations:
-        reasons.append(f"no observation from {_names(unknown)} yet")
-    late = {envid: age for envid, age in idle.items() if age > args.log_every}
+    late = {**dict.fromkeys(own, inf), **idle}
+    late = {envid: age for envid, age in late.items() if age > args.log_every}
     # Environments whose observations wait are not late. Which ones they are is not known here.
-    count = len(late) - max(0, observations - len(unknown))
+    count = len(late) - observations
     if count > 0:
         some = "" if count == len(late) else f"{count} of "
         seconds = min(late.values())
-        reasons.append(f"no observation from {some}{_names(late)} for {seconds:.0f} s or more")
+        since = "yet" if seconds == inf else f"for {seconds:.0f} s or more"
+        reasons.append(f"no observation from {some}{_names(late)} {since}")
     return "; ".join(reasons)
 
 

@@ -59,7 +59,7 @@ def _act_and_learn(agent: Agent, args: RunConfig, progress: Progress, sync: Sync
         threading.Thread(target=guarded, args=role, name=role[0].__name__, daemon=True)
         for role in ((parallel_actor,), (parallel_learner, sync))
     )
-    progress.sending = actor.is_alive
+    progress.senders.append(actor.is_alive)
     actor.start()
     learner.start()
     progress.finished.wait()

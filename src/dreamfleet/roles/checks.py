@@ -37,7 +37,6 @@ CheckEnvs = Callable[[NDArray[np.int64], NDArray[np.bool_], str], None]
 
 _MAGNITUDE = 1e18  # the squares of larger numbers overflow a float32
 _SLACK = 1e3  # environments may leave their bounds by this many times their width
-_MAX_FAILURES = 10**9  # of an environment
 _MAX_LOGS, _MAX_KEY, _LOG_BYTES = 1024, 200, 1 << 20  # logged keys, their length, a row
 _MAX_PLANS = 256  # kinds of requests, and requests of a client, that are remembered
 
@@ -285,8 +284,7 @@ class ObservationCheck:
 
 
 def _with_ids(spaces: Mapping[str, Space]) -> dict[str, Space]:
-    failures = Space(np.int64, (), 0, _MAX_FAILURES)
-    return {**spaces, "envid": Space(np.int64), "is_eval": Space(bool), "failures": failures}
+    return {**spaces, "envid": Space(np.int64), "is_eval": Space(bool)}
 
 
 def _check_type(key: str, value: Any, space: Space | None) -> None:

@@ -244,7 +244,7 @@ class Lane:
             obs = env.step(action)
             if obs is None:
                 continue
-            self._block.put(slice(None) if self._vectorised else row, obs, env.failures)
+            self._block.put(slice(None) if self._vectorised else row, obs)
             self._sent += env.present if self._vectorised else [row]
         self.actions = [None] * len(self.envs)
         return self._block.rows(self._sent)
@@ -466,7 +466,6 @@ class ObservationBlock:
         self._fixed = {
             "envid": np.array(ids, np.int64),
             "is_eval": np.full(self._size, is_eval),
-            "failures": np.zeros(self._size, np.int64),
         }
         self._block: Block | None = None
         self._keys: list[str] = []  # of what is observed
@@ -476,9 +475,8 @@ class ObservationBlock:
         if self._block is not None:
             renew(self._block, allocate, self._fixed)
 
-    def put(self, row: int | slice, obs: Mapping[str, Any], failures: int) -> None:
-        """Write the observation of one environment, or all rows of a vectorised one, and how often
-        it has failed, which its first row counts."""
+    def put(self, row: int | slice, obs: Mapping[str, Any]) -> None:
+        """Write the observation of one environment, or all rows of a vectorised one."""
         if self._block is None:
             drop = 0 if isinstance(row, int) else 1
             first = {key: np.asarray(value) for key, value in obs.items()}
@@ -488,7 +486,6 @@ class ObservationBlock:
             self._keys = list(arrays)
         for key in self._keys:
             self._block[key][row] = obs[key]
-        self._block["failures"][row if isinstance(row, int) else 0] = failures
 
     def rows(self, present: Sequence[int]) -> dict[str, NDArray[Any]] | None:
         """The rows that were written, in the order of their ids; None if there are none."""

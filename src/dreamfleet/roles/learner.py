@@ -429,7 +429,6 @@ class Learner:
             "learner/replay_ratio": updates * batch / max(steps, 1),
             **{f"learner/timer/{key}": value for key, value in self._timer.stats().items()},
             **{f"learner/usage/{key}": value for key, value in self._usage.stats().items()},
-            **{f"actor/{key}": value for key, value in self._agent.metrics().items()},
         }
         self._logger.add(steps, _sendable(metrics))
 

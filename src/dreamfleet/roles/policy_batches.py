@@ -51,10 +51,6 @@ class Carries:
         """Seconds since the last observation of each environment."""
         return self._slots.idle()
 
-    def recent(self, seconds: float) -> int:
-        """How many environments have sent something within so many seconds."""
-        return self._slots.recent(seconds)
-
     def forget(self, envids: Sequence[int]) -> None:
         """Free the room of environments that are gone."""
         self._slots.remove(envids)

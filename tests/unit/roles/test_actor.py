@@ -88,7 +88,6 @@ def observations(
     return {
         "envid": np.array(ids, np.int64),
         "is_eval": np.broadcast_to(np.asarray(is_eval), size).copy(),
-        "failures": np.zeros(size, np.int64),
         "value": np.asarray(values, np.float64),
         "image": np.repeat(np.array(ids, np.uint8), 48).reshape(size, 4, 4, 3),
         "reward": np.zeros(size, np.float32),
@@ -348,19 +347,18 @@ def test_training_and_evaluation_go_to_their_own_buffers(tmp_path: Path) -> None
     assert stored(replay) == [([0], [2], False, 1), ([7, 7], [3, 4], True, 2)]
 
 
-def test_a_batch_with_frames_of_a_video_goes_alone(tmp_path: Path) -> None:
+def test_frames_of_a_video_go_with_the_batches_of_its_episode(tmp_path: Path) -> None:
     actor, _, logger = make_actor(CountingAgent(), tmp_path, report_every=3600.0)
-    actor.send(
-        [
-            transitions([1, 2], [0, 0]),
-            transitions([0, 1], [1, 1], first=True),
-            transitions([0, 2], [2, 2]),
-            transitions([3, 1], [3, 3]),
-            transitions([0, 1], [4, 4], first=True),  # the next video is due in an hour
-        ]
-    )
+    started = transitions([0, 1], [1, 1], first=True)
+    actor.send([transitions([0, 2], [0, 0]), started, transitions([3, 1], [3, 3])])
+    actor.send([transitions([0, 2], [2, 2])])
+    actor.send([transitions([1, 2], [3, 3])])
+    # The next video is due in an hour.
+    actor.send([transitions([0, 1], [4, 4]), transitions([0, 1], [4, 4], first=True)])
+    actor.send([transitions([0, 1], [5, 5])])
     sent = [(call[2].tolist(), len(call[5].get("image", ()))) for call in logger.calls]
-    assert sent == [([1, 2], 0), ([0, 1], 1), ([0, 2], 1), ([3, 1, 0, 1], 0)]
+    expected = [([0, 2, 0, 1, 3, 1], 2), ([0, 2], 1), ([1, 2], 0), ([0, 1, 0, 1], 2), ([0, 1], 0)]
+    assert sent == expected
 
 
 def frames(video: VideoFrames, ids: list[int], *, first: bool) -> list[int]:
@@ -380,8 +378,8 @@ def test_a_video_starts_with_an_episode_and_holds_one_environment_only() -> None
     assert frames(video, [1, 0, 2], first=True) == [100]
     assert frames(video, [1, 2], first=False) == []
     assert frames(video, [0], first=False) == [100]
-    assert frames(video, [0], first=True) == []  # the next video is due in an hour
-    assert frames(video, [0], first=False) == []
+    assert frames(video, [0], first=True) == [100]  # with the end of the episode before, if any
+    assert frames(video, [0], first=False) == []  # the next video is due in an hour
 
 
 def test_no_video_is_recorded_where_reports_are_off() -> None:

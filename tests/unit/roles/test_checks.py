@@ -66,7 +66,6 @@ def observation(ids: Any = (0, 1), *, first: bool = True, **changes: Any) -> dic
     obs: dict[str, Any] = {
         "envid": np.array(ids, np.int64),
         "is_eval": np.zeros(rows, bool),
-        "failures": np.zeros(rows, np.int64),
         **{key: np.zeros((rows, *space.shape), space.dtype) for key, space in SPACES.items()},
         "is_first": np.full(rows, first),
         "log/speed": np.ones(rows, np.float32),

@@ -165,7 +165,6 @@ def test_an_exception_costs_its_own_episode_and_the_others_never_notice(
     other = [int(row[1] * (LENGTH + 1) + row[2]) for row in agent.rows(0, "vector")]
     assert other == list(range(60)), "the other one lost a step"
     assert envs[1].failures == 1
-    assert agent.rows(1, "failures") == [0] * 10 + [1] * 49
     health = read_health(health_path(args, "env-0"))
     assert health.failures == 1
     assert health.error == "environment 1: RuntimeError: the pole is broken"

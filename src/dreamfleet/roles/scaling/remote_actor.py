@@ -58,11 +58,7 @@ def parallel_remote_actor(make_agent: Factory, index: int, args: RunConfig) -> N
                 if follower.wait():
                     with lock:
                         compile_policy(agent, policy_sizes(args, index))
-
-                    def metrics() -> dict[str, float]:
-                        return {**agent.metrics(), **follower.metrics()}
-
-                    serve_actor(agent, args, progress, index, lock, metrics)
+                    serve_actor(agent, args, progress, index, lock, follower.metrics)
                 progress.busy = False
                 while progress.error is None and not stop.wait(POLL_SECONDS):
                     if not progress.over():
@@ -91,13 +87,10 @@ class RemoteProgress(Progress):
     def report(self) -> None:
         """Tell the learner about this actor, and hear from it; waits until it is there. Without it
         an actor that is asked to stop goes on."""
-        failures, steps = self.env_failures
         message = {
             "actor": self.name,
             "busy": self.busy,
             "reached": self._reached,
-            "failures": failures,
-            "env_steps": steps,
             "present": self.present,
         }
         if (reply := self.ask("report", message)) is None:
