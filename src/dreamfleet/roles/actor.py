@@ -53,14 +53,8 @@ _MOST_FLUSH_SECONDS = 3600.0  # for one message to the replay, at the end of a c
 def parallel_actor(
     agent: Agent, barrier: threading.Barrier, args: RunConfig, progress: Progress | None = None
 ) -> None:
-    """Answer observations with actions, in batches; pass transitions on to replay and logger.
-
-    Args:
-        agent: Shared with the learner, which publishes newer parameters meanwhile.
-        barrier: Passed when the learner has restored the checkpoint.
-        args: Addresses, batch and waiting time.
-        progress: Shared with the learner; None if there is none.
-    """
+    """Answer observations with actions, in batches; pass transitions on to replay and logger. The
+    agent and the progress are shared with the learner."""
     progress = progress or Progress(args.steps)
     barrier.wait()  # the learner has restored the checkpoint
     if not progress.finished.is_set():  # else all steps were made before, and none is to follow
@@ -78,11 +72,10 @@ def serve_actor(
     """Serve actions until the run is finished, then send what was collected.
 
     Args:
-        agent, args, progress: As above, of this process.
         index: Which of the run's actors this is; it serves the environments that have this number
             modulo `actors`.
         lock: Held while the agent chooses actions.
-        more_metrics: What is logged in addition, under the actor's name.
+        more_metrics: Logged in addition to the agent's, under the actor's name.
     """
     name = server_name("actor", index)
     with (
@@ -435,14 +428,11 @@ class VideoFrames:
     Args:
         every: Seconds between the starts of two videos; 0 for none.
         envid: The environment.
-        clock: Seconds, rising.
     """
 
-    def __init__(
-        self, every: float, envid: int = 0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, every: float, envid: int = 0) -> None:
         self._envid = envid
-        self._due = LocalClock(every, first=True, now=clock)
+        self._due = LocalClock(every, first=True)
         self._recording = False
 
     def frames(

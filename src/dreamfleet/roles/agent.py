@@ -31,10 +31,6 @@ def parallel_agent(make_agent: Factory, args: RunConfig) -> None:
 
     Returns when everything that was collected is in the replay and the agent is saved; raises the
     first error of either thread.
-
-    Args:
-        make_agent: Returns the agent.
-        args: The run.
     """
     # With several hosts all of them decide together when there are enough.
     progress = Progress(args.steps if args.hosts == 1 else 0)

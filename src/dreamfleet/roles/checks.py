@@ -211,8 +211,7 @@ class ObservationCheck:
         spaces: The observation; if there is none, the first request tells what it is.
         most_rows: Observations in a block.
         owners: Which client has which environments.
-        check_envs: Refuses environments that the caller may not have, by their ids, whether they
-            are for evaluation, and the caller's invitation.
+        check_envs: Refuses environments that the caller may not have.
     """
 
     def __init__(
@@ -338,12 +337,7 @@ def check_values(key: str, value: NDArray[Any], low: float, high: float) -> None
 
 class ReplayChecks:
     """What keeps stored steps as they were observed: one actor at a time stores the steps of an
-    environment, and updates change nothing that it sent.
-
-    Args:
-        args: The run.
-        connected: Whether a connection is still there.
-    """
+    environment, and updates change nothing that it sent."""
 
     def __init__(self, args: RunConfig, connected: Callable[[bytes], bool]) -> None:
         obs, act = read_spaces(args, args.logdir) or ({}, {})

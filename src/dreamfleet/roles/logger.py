@@ -51,12 +51,8 @@ _PATIENCE = float("inf")  # of clients: a replay may be away for as long as it t
 
 
 def parallel_logger(make_logger: Factory, args: RunConfig) -> None:
-    """Take metrics and transitions until the process is asked to stop.
-
-    Args:
-        make_logger: Returns the output, or outputs, that metrics are written to.
-        args: Address, intervals, where `scores.jsonl` lies.
-    """
+    """Take metrics and transitions until the process is asked to stop; `make_logger` returns the
+    output, or outputs, that metrics are written to."""
     stop = stop_event()
     logger = Logger(unpack(make_logger)(), args)
     server = Server(listen_address(args, "logger"), "logger", keys=args.server_keys)

@@ -15,12 +15,8 @@ from dreamfleet.metrics.episodes import SlotTable
 
 
 class Carries:
-    """The policy's carry of every environment, as rows of arrays.
-
-    Args:
-        agent: Makes initial carries.
-        size: Environments there is room for at first; the table grows.
-    """
+    """The policy's carry of every environment, as rows of arrays. There is room for `size`
+    environments at first, and the table grows."""
 
     def __init__(self, agent: Player, size: int) -> None:
         self._agent = agent

@@ -82,12 +82,11 @@ def parallel_replay(
     acknowledged is in its files, and callers ask its successor again (`_or_end`).
 
     Args:
-        make_replay_train: Returns the buffer of training data. Called with the number of the shard
+        make_replay_train, make_replay_eval: Return the buffers. Called with the number of the shard
             if that is not 0.
-        make_replay_eval: Returns the buffer of evaluation data, in the same way.
         make_stream: Called with a buffer and "train", "report" or "eval", returns an iterator of
             batches.
-        args: Address, sizes, `train_ratio`.
+        args: The run.
         shard: Which of `replay_shards` this is.
     """
     if not 0 <= shard < args.replay_shards:
@@ -220,14 +219,13 @@ class ReplayService:
     recovers all of them.
 
     Args:
-        train: The buffer of training data.
-        evaluation: The buffer of evaluation data.
+        train, evaluation: The buffers.
         make_stream: Called with a buffer and a mode.
-        limiter: Holds samples and inserts in step; the lead's.
+        limiter: Holds samples and inserts in step, in the first shard.
         args: The run.
         stop: Set when the process is asked to stop.
         shard: Which of `replay_shards` this is.
-        lead: Of a shard that is not the first: where it is.
+        lead: The first shard, if this is another one.
     """
 
     def __init__(
@@ -271,9 +269,6 @@ class ReplayService:
     def attach(self, others: Mapping[int, Client]) -> None:
         """Let the shards know of each other, before the first call is answered. The lead asks the
         others what they hold; another shard asks the lead what it should hold.
-
-        Args:
-            others: Of the lead: clients of the other shards.
 
         Raises:
             Unanswered: The process is asked to stop before they have answered.
@@ -377,11 +372,7 @@ class ReplayService:
         return self._train.update(data)
 
     def finished(self, read: Cursors) -> dict[str, Any]:
-        """The episodes that the logger has not written yet, of both buffers.
-
-        Args:
-            read: What it has written.
-        """
+        """The episodes of both buffers that the logger has not read yet."""
         found: dict[str, Any] = {"steps": self._positions.own, "tick": self._tick}
         cursors = {"train": read["train"], "eval": read["eval"]}
         for name, buffer in self._buffers.items():

@@ -35,15 +35,13 @@ def parallel_remote_actor(make_agent: Factory, index: int, args: RunConfig) -> N
         index: Which of the actors, from 1.
         args: The run.
     """
-    stop = threading.Event()
     running: list[RemoteProgress] = []
 
     def on_stop() -> None:
-        stop.set()
         for progress in running:
             progress.stop()
 
-    stop_event(on_stop=on_stop)
+    stop = stop_event(on_stop=on_stop)
     name = server_name("actor", index)
     health = Health(health_path(args, name))
     make, lock = unpack(make_agent), threading.Lock()
