@@ -66,24 +66,16 @@ def serve_actor(
     args: RunConfig,
     progress: Progress,
     index: int = 0,
-    lock: threading.Lock | None = None,
-    more_metrics: Callable[[], dict[str, float]] = dict,
 ) -> None:
-    """Serve actions until the run is finished, then send what was collected.
-
-    Args:
-        index: Which of the run's actors this is; it serves the environments that have this number
-            modulo `actors`.
-        lock: Held while the agent chooses actions.
-        more_metrics: Logged in addition to the agent's, under the actor's name.
-    """
+    """Serve actions until the run is finished, then send what was collected. Actor `index` serves
+    the environments that have this number modulo `actors`."""
     name = server_name("actor", index)
     with (
         ReplayClient(args, f"{name}-replay", _IN_FLIGHT) as replay,
         LoggerClient(args, f"{name}-logger", _LOGGED_IN_FLIGHT) as logger,
         hang_up_in_time(progress, logger, replay),
     ):
-        actor = Actor(agent, args, progress, replay, logger, index, lock, more_metrics)
+        actor = Actor(agent, args, progress, replay, logger, index)
         address, hooks = listen_address(args, "actor", index), hooks_of(invited(args))
         server = BatchServer(address, name, args.server_keys, **hooks)
         owners = Owners(server.connected)
@@ -142,15 +134,12 @@ class Actor:
         replay: ReplayClient,
         logger: Client,
         index: int = 0,
-        lock: threading.Lock | None = None,
-        more_metrics: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self._agent, self._args, self._progress = agent, args, progress
         self._replay, self._logger = replay, logger
-        self._index, self._more_metrics = index, more_metrics
+        self._index, self._policy_lock = index, progress.policy_lock
         known = max(len(args.envs_of(index)), len(range(index, args.known_envs, args.actors)))
         self._carries = Carries(agent, max(16, 2 * known))
-        self._policy_lock = lock or threading.Lock()
         self._sizes = policy_sizes(args, index)
         self._video = VideoFrames(args.report_every, video_env(args))
         self.source = f"actor-{uuid.uuid4().hex}"
@@ -319,7 +308,7 @@ class Actor:
             **{f"replay_client/{k}": v for k, v in replay.items()},
             **{f"logger_client/{k}": v for k, v in logger.items()},
             **self._agent.metrics(),
-            **self._more_metrics(),
+            **self._progress.policy_metrics(),
         }
         name = server_name("actor", self._index)
         named = {f"{name}/{key}": value for key, value in metrics.items()}

@@ -39,6 +39,10 @@ class Progress:
         self.error: BaseException | None = None
         self.senders: list[Callable[[], bool]] = []
         """Whether the actor of this process still acts or sends, and those of others."""
+        self.policy_lock = threading.Lock()
+        """Held while the agent chooses actions."""
+        self.policy_metrics: Callable[[], dict[str, float]] = dict
+        """What the actor logs in addition to its own metrics and those of the agent."""
         self.present_elsewhere: Callable[[], int] = lambda: 0
         """Environments of actors in other processes that are there."""
         self.present = 0

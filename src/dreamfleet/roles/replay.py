@@ -151,33 +151,25 @@ def bind(server: Server, service: ReplayService, args: RunConfig) -> None:
     def connected(connection: bytes) -> bool:
         return server.between_calls(lambda: server.connected(connection))
 
-    checks = ReplayChecks(args, connected)
+    checks = ReplayChecks(args, connected, _or_end(service.add_batch), _or_end(service.update))
+
+    def serve(role: str, workers: int, name: str, method: Callable[..., Any], **more: Any) -> None:
+        server.bind(name, method, workers=workers, repeatable=True, roles=(role,), **more)
 
     def offer(role: str, workers: int, **methods: Callable[..., Any]) -> None:
         for name, method in methods.items():
-            checked: Callable[..., Any] = getattr(checks, name, lambda unchecked: unchecked)
-            server.bind(
-                name,
-                checked(_or_end(method)),
-                workers=workers,
-                repeatable=True,
-                roles=(role,),
-                pass_caller=name == "add_batch",
-            )
+            serve(role, workers, name, _or_end(method))
 
-    offer("agent", 1, add_batch=service.add_batch, update=service.update, shares=service.shares)
+    serve("agent", 1, "add_batch", checks.add_batch, pass_caller=True)
+    serve("agent", 1, "update", checks.update)
+    offer("agent", 1, shares=service.shares)
     for mode in _MODES:
         offer("agent", 1, **{f"sample_{mode}": functools.partial(service.sample, mode)})
     offer("replay", 0, stats=service.stats)
     offer("logger", 1, finished=service.finished)
     if lead := service.lead:
-        offer(
-            *("agent", 0),
-            position=lead.position,
-            raise_position=lead.raise_position,
-            finish=lead.finish,
-            grant=lead.grant,
-        )
+        offer("agent", 0, position=lead.position, raise_position=lead.raise_position)
+        offer("agent", 0, finish=lead.finish, grant=lead.grant)
         offer("agent", 1, permit=lead.permit)
         offer("replay", 1, opened=lead.opened)
         # A shard that was killed may leave a call behind, which takes a moment to end.

@@ -73,12 +73,8 @@ def test_parameters_of_updates_reach_an_actor(
     monkeypatch.setattr("dreamfleet.roles.scaling.remote_actor._EVERY_SECONDS", 0.01)
     monkeypatch.setattr(module, "_SHARE", 0)
     client = client_of(run, stack)
-    progress, agent, lock = (
-        RemoteProgress("actor-1", run, client),
-        CountingAgent(),
-        threading.Lock(),
-    )
-    follower = Follower(agent, progress, lock, Health())
+    progress, agent = RemoteProgress("actor-1", run, client), CountingAgent()
+    follower = Follower(agent, progress, Health())
     with follower:
         assert not follower._loaded.is_set(), "there is no learner yet"
         learner = Learner(run)
@@ -92,11 +88,11 @@ def test_parameters_of_updates_reach_an_actor(
                 versions.append(int(follower.metrics()["policy/version"]))
             assert versions == [1, 2, 3]
             assert 0 <= follower.metrics()["policy/seconds_behind"] < 600
-            lock.acquire()  # while the agent acts, its parameters stay as they are
+            progress.policy_lock.acquire()  # while the agent acts, its parameters stay as they are
             learner.train(9)
             until(lambda: progress.heard["version"] == 4, learner)
             assert agent._updates == 8
-            lock.release()
+            progress.policy_lock.release()
         # A successor that went back to a checkpoint is followed as well.
         successor = Learner(run)
         successor.updates = successor.agent._updates = 5
