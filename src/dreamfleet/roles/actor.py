@@ -109,9 +109,9 @@ def serve_actor(
                     present = server.between_calls(owners.present)
                     server.resize("act", min(present, args.policy_batch_of(index)))
                 if should_log():
-                    actor.log_metrics(server, held=gate.closed)
+                    actor.log_metrics(server, gate.holds())
             if progress.error is None:
-                actor.log_metrics(server, held=gate.closed)
+                actor.log_metrics(server, gate.holds())
         finally:
             flush = min(_MOST_FLUSH_SECONDS, progress.seconds_left())
             try:
@@ -257,9 +257,9 @@ class Actor:
 
     # --- metrics ---------------------------------------------------------------------------------
 
-    def log_metrics(self, server: BatchServer, *, held: bool = False) -> None:
-        """Forget environments that are gone, and tell the logger how the actor is doing, which may
-        be `held` back."""
+    def log_metrics(self, server: BatchServer, held: str | None = None) -> None:
+        """Forget environments that are gone, and tell the logger how the actor is doing, and why it
+        is `held` back, if it is."""
         try:
             self._log_metrics(server, held)
         except Exception as error:
@@ -270,12 +270,12 @@ class Actor:
         any more. One that has may be slow, or be held up by the run itself."""
         timeout = self._args.episode_timeout
         with self._policy_lock:
-            idle = self._carries.idle()
+            idle = self._carries.table.idle()
         silent = [envid for envid, age in idle.items() if age > timeout]
         if not silent or not (gone := self.gone(silent)):
             return
         with self._policy_lock:
-            self._carries.forget(gone)  # one that is back in this moment is reset
+            self._carries.table.remove(gone)  # one that is back in this moment is reset
         self._forgotten += gone
         log.warning(
             "%s: no connection, and no step for %.0f s; dropped, with episodes that were under "
@@ -283,15 +283,17 @@ class Actor:
             *(_names(gone), min(idle[each] for each in gone), timeout),
         )
 
-    def _log_metrics(self, server: BatchServer, held: bool) -> None:
+    def _log_metrics(self, server: BatchServer, held: str | None) -> None:
         self._forget_gone()
         with self._policy_lock:
-            idle = self._carries.idle()
-            count = len(self._carries)
+            idle = self._carries.table.idle()
         with suppress(Closed):  # the run ends without the logger
             self._logger.wait_any((), 0.0)  # what it has answered is not in flight any more
         logger, replay, stats = self._logger.stats(), self._replay.stats(), server.stats()
-        self._health.waits(self._waits_for(idle, int(stats["act/waiting"]), replay, held))
+        waiting = int(stats["act/waiting"])
+        if held is None:
+            held = waits_for(self._args, idle, waiting, replay, self._index)
+        self._health.waits(held)
         if logger["inflight"] >= _LOGGED_IN_FLIGHT:
             return  # metrics are not worth a wait for a logger that is away
         then, items, batches = self._previous
@@ -303,7 +305,7 @@ class Actor:
             "fill": stats["act/fill"],
             "wait_seconds": stats["act/wait"],
             "policy_seconds": stats["act/work"],
-            "environments": float(count),
+            "environments": float(len(idle)),
             **{f"server/{k}": v for k, v in stats.items() if "/" not in k},
             **{f"replay_client/{k}": v for k, v in replay.items()},
             **{f"logger_client/{k}": v for k, v in logger.items()},
@@ -313,18 +315,6 @@ class Actor:
         name = server_name("actor", self._index)
         named = {f"{name}/{key}": value for key, value in metrics.items()}
         self._logger.call("add", self._progress.step, named)
-
-    def _waits_for(
-        self, idle: Mapping[int, float], observations: int, replay: Mapping[str, float], held: bool
-    ) -> str:
-        if not held:
-            return waits_for(self._args, idle, observations, replay, self._index)
-        if self._index or self._progress.pretraining:  # the first actor knows of the others
-            return ""
-        return (
-            f"the run begins when {self._args.expect_envs} environments are there (expect_envs): "
-            f"{self._progress.present} are"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,6 +392,17 @@ class StartGate:
         self.closed = False
         self._note_beginning()
         self._server.hold("act", held=False)
+
+    def holds(self) -> str | None:
+        """Why actions are held back, as far as this actor knows it; None if they are not."""
+        if not self.closed:
+            return None
+        if not self._note or self._progress.pretraining:  # the first actor knows of the others
+            return ""
+        return (
+            f"the run begins when {self._args.expect_envs} environments are there (expect_envs): "
+            f"{self._progress.present} are"
+        )
 
     def _note_beginning(self) -> None:
         if self._note:

@@ -410,7 +410,7 @@ def test_carries_follow_their_environment_in_any_batch() -> None:
     assert count(carries, [7, 3]) == [0, 0]
     assert count(carries, [3]) == [1]
     assert count(carries, [5, 3, 7]) == [0, 2, 1]
-    assert len(carries) == 3
+    assert len(carries.table) == 3
 
 
 def test_an_episode_starts_with_an_initial_carry() -> None:
@@ -431,8 +431,8 @@ def test_environments_that_are_gone_leave_nothing_behind() -> None:
     carries = Carries(Counting(), 2)
     count(carries, [0, 1])
     count(carries, [1])
-    carries.forget([0, 7])
-    assert len(carries) == 1
+    carries.table.remove([0, 7])
+    assert len(carries.table) == 1
     assert count(carries, [8, 1]) == [0, 2]
 
 
@@ -465,7 +465,7 @@ def test_an_episode_goes_on_however_long_it_was_held_up(
     replay, logger = Watching(0), Watching(False)
     clients: Any = (replay, logger)
     actor = Actor(Summing(), config, Progress(), *clients)
-    actor._carries._slots._clock = lambda: now[0]
+    actor._carries.table._clock = lambda: now[0]
     actor.gone = lambda ids: [each for each in ids if each not in connected]
     step(actor, observations([1, 2], [0.1, 0.2], is_first=True))
     now[0] = 1000.0
