@@ -392,7 +392,7 @@ class LightClients:
         messages = []
         for obs in self._observations:
             block = ObservationBlock([envid], is_eval=False)
-            block.put(0, obs, 0)
+            block.put(0, obs)
             value = encode((block.rows([0]),)).snapshot()
             messages.append(wire.pack(wire.CALL, 1, value, incarnation, "act", 1))
         self.bytes_out = sum(map(len, messages[1]))

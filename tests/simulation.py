@@ -610,7 +610,6 @@ class World:
         obs = {
             "envid": np.array(envs),
             "is_eval": np.zeros(len(envs), bool),
-            "failures": np.zeros(len(envs), np.int64),
             "tag": np.array([each.tag for each in now], np.int64),
             "reward": np.array([each.reward for each in now], np.float32),
             "is_first": np.array([each.step == 0 for each in now]),

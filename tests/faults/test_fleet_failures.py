@@ -95,9 +95,8 @@ def test_an_environment_that_raises_again_and_again_costs_its_own_episodes_only(
     scores = rows(tmp_path / "scores.jsonl")
     assert {row["episode/length"] for row in scores} == {25}
     last = {k: v for row in rows(tmp_path / "metrics.jsonl") for k, v in row.items()}
-    assert last["env/failures"] == sum(cut_short[:-1])
-    assert last["env/failures"] >= 2
-    assert last["episodes/abandoned"] == last["env/failures"]
+    assert last["episodes/abandoned"] == sum(cut_short[:-1]) >= 2
+    assert last["env/failures"] in (sum(cut_short[:-1]), sum(cut_short)), "the last is not sent"
 
 
 @pytest.mark.parametrize("methods", [("add_batch", "policy"), ("sample", "train")], ids=str)

@@ -214,8 +214,8 @@ class Attack:
         space = make_env("bundled:dummy", **EVERY_STEP).obs_space
         rows = len(ids)
         obs = {key: np.zeros((rows, *each.shape), each.dtype) for key, each in space.items()}
-        fixed = {"envid": np.array(ids, np.int64), "failures": np.zeros(rows, np.int64)}
-        return {**obs, **fixed, "is_eval": np.zeros(rows, bool), "is_first": np.ones(rows, bool)}
+        flags = {"is_eval": np.zeros(rows, bool), "is_first": np.ones(rows, bool)}
+        return {**obs, **flags, "envid": np.array(ids, np.int64)}
 
 
 def methods_of(client: Client) -> set[str]:

@@ -211,8 +211,9 @@ class RunStatus(FleetRecord):
 
     @property
     def env_failures(self) -> int:
-        """How often environments have failed since the agent was started."""
-        return int(self._number("env/failures") or 0)
+        """How often environments have failed, the run's own and those of machines."""
+        own = self._number("env/failures") or 0
+        return int(own) + sum(each.failures for each in self.machines)
 
     @property
     def start(self) -> str:

@@ -173,7 +173,8 @@ class EpisodeStats:
         """Take the frames of the environment that is recorded; the videos that are complete, by the
         row they end with."""
         images = [key for key, value in batch.items() if is_frame(value.dtype, value.shape[1:])]
-        if not images and not self._frames:
+        if not images:  # the episode is recorded no more
+            self._frames = {}
             return {}
         videos = {}
         for row, envid in enumerate(ids):
@@ -274,11 +275,6 @@ class SlotTable:
         """Seconds since each id was last used."""
         now = self._clock()
         return {key: now - float(self._used[slot]) for key, slot in self._slots.items()}
-
-    def recent(self, seconds: float) -> int:
-        """How many ids were used within so many seconds."""
-        since = self._clock() - seconds
-        return int(np.count_nonzero(self._used[list(self._slots.values())] > since))
 
     def remove(self, keys: Iterable[int]) -> dict[int, int]:
         """Free the slots of ids; returns both, of those that had one."""

@@ -7,20 +7,16 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.agents.api import (
-    Agent,
-    Arrays,
-    Mode,
-    Player,
-)
+from dreamfleet.agents.api import Agent, Arrays, Mode, Player
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.roles.addresses import listen_address, publish_address, server_name
@@ -52,20 +48,13 @@ _MOST_NAMED = 8
 _IN_FLIGHT = 2  # messages to the replay without a reply: one it works on, and the next
 _LOGGED_IN_FLIGHT = 8  # the same to the logger
 _MOST_FLUSH_SECONDS = 3600.0  # for one message to the replay, at the end of a complete run
-_PRESENT_SECONDS = 2.0  # an environment that was heard within these counts as one that is there
 
 
 def parallel_actor(
     agent: Agent, barrier: threading.Barrier, args: RunConfig, progress: Progress | None = None
 ) -> None:
-    """Answer observations with actions, in batches; pass transitions on to replay and logger.
-
-    Args:
-        agent: Shared with the learner, which publishes newer parameters meanwhile.
-        barrier: Passed when the learner has restored the checkpoint.
-        args: Addresses, batch and waiting time.
-        progress: Shared with the learner; None if there is none.
-    """
+    """Answer observations with actions, in batches; pass transitions on to replay and logger. The
+    agent and the progress are shared with the learner."""
     progress = progress or Progress(args.steps)
     barrier.wait()  # the learner has restored the checkpoint
     if not progress.finished.is_set():  # else all steps were made before, and none is to follow
@@ -77,25 +66,16 @@ def serve_actor(
     args: RunConfig,
     progress: Progress,
     index: int = 0,
-    lock: threading.Lock | None = None,
-    more_metrics: Callable[[], dict[str, float]] = dict,
 ) -> None:
-    """Serve actions until the run is finished, then send what was collected.
-
-    Args:
-        agent, args, progress: As above, of this process.
-        index: Which of the run's actors this is; it serves the environments that have this number
-            modulo `actors`.
-        lock: Held while the agent chooses actions.
-        more_metrics: What is logged in addition, under the actor's name.
-    """
+    """Serve actions until the run is finished, then send what was collected. Actor `index` serves
+    the environments that have this number modulo `actors`."""
     name = server_name("actor", index)
     with (
         ReplayClient(args, f"{name}-replay", _IN_FLIGHT) as replay,
         LoggerClient(args, f"{name}-logger", _LOGGED_IN_FLIGHT) as logger,
         hang_up_in_time(progress, logger, replay),
     ):
-        actor = Actor(agent, args, progress, replay, logger, index, lock, more_metrics)
+        actor = Actor(agent, args, progress, replay, logger, index)
         address, hooks = listen_address(args, "actor", index), hooks_of(invited(args))
         server = BatchServer(address, name, args.server_keys, **hooks)
         owners = Owners(server.connected)
@@ -125,12 +105,13 @@ def serve_actor(
             publish_address(args, "actor", server.address, index)
             while not progress.finished.wait(min(args.log_every, POLL_SECONDS)):
                 gate.poll()
-                if args.bind:  # environments come and go
-                    server.resize("act", actor.full_batch())
+                if args.bind:  # environments come and go: a full batch has no more than are there
+                    present = server.between_calls(owners.present)
+                    server.resize("act", min(present, args.policy_batch_of(index)))
                 if should_log():
-                    actor.log_metrics(server, held=gate.closed)
+                    actor.log_metrics(server, gate.holds())
             if progress.error is None:
-                actor.log_metrics(server, held=gate.closed)
+                actor.log_metrics(server, gate.holds())
         finally:
             flush = min(_MOST_FLUSH_SECONDS, progress.seconds_left())
             try:
@@ -153,15 +134,12 @@ class Actor:
         replay: ReplayClient,
         logger: Client,
         index: int = 0,
-        lock: threading.Lock | None = None,
-        more_metrics: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self._agent, self._args, self._progress = agent, args, progress
         self._replay, self._logger = replay, logger
-        self._index, self._more_metrics = index, more_metrics
+        self._index, self._policy_lock = index, progress.policy_lock
         known = max(len(args.envs_of(index)), len(range(index, args.known_envs, args.actors)))
         self._carries = Carries(agent, max(16, 2 * known))
-        self._policy_lock = lock or threading.Lock()
         self._sizes = policy_sizes(args, index)
         self._video = VideoFrames(args.report_every, video_env(args))
         self.source = f"actor-{uuid.uuid4().hex}"
@@ -170,17 +148,10 @@ class Actor:
         self._stored: deque[Reply] = deque()
         self._logged: deque[Future] = deque()
         self._previous = (time.monotonic(), 0.0, 0.0)
-        self._failures = EnvFailures()
         self._health = Health(health_path(args, server_name("actor", index)))
         self.gone: Callable[[list[int]], list[int]] = lambda _: []
         """Those of some environments that have no connection any more."""
         self._forgotten: deque[int] = deque()  # carries that are, and episodes that are to be
-
-    def full_batch(self) -> int:
-        """Environments in a full policy call now: no more than are there."""
-        with self._policy_lock:
-            there = self._carries.recent(_PRESENT_SECONDS)
-        return max(1, min(there, self._args.policy_batch_of(self._index)))
 
     # --- acting: before the reply ----------------------------------------------------------------
 
@@ -195,7 +166,6 @@ class Actor:
     def _act(self, obs: dict[str, Any]) -> tuple[Arrays, Transitions]:
         inputs = without_logs(obs)
         envids, is_eval = ids_of(inputs.pop("envid")), inputs.pop("is_eval")
-        self._failures.note(envids, inputs.pop("failures"))
         evaluated, count = int(np.count_nonzero(is_eval)), len(envids)
         with self._policy_lock:
             # An episode that began before this actor started has no carry: it is reset and not
@@ -246,32 +216,18 @@ class Actor:
             self._progress.raise_to(self._replay.position().result()["steps"])
         if forgotten := [self._forgotten.popleft() for _ in range(len(self._forgotten))]:
             self._logged.append(self._logger.call("gone", np.array(forgotten, np.int64)))
-        for joined, frames in self._messages(batches):
-            is_eval = joined.is_eval
-            if is_eval.all() or not is_eval.any():
-                self._store(joined, bool(is_eval.any()))
-            else:
-                self._store(joined.where(~is_eval), False)
-                self._store(joined.where(is_eval), True)
-            message = (self._progress.step, joined.envids, is_eval, joined.logs, frames)
-            self._logged.append(self._logger.call("tran", *message))
-
-    def _messages(self, batches: Sequence[Transitions]) -> Iterator[tuple[Transitions, Arrays]]:
-        """Transitions for one message each, with the frames of the environment whose video is
-        recorded. A batch with frames goes alone, so that it is clear which row they belong to."""
-        together: list[Transitions] = []
-        for batch in batches:
-            if not len(batch):
-                continue
-            if frames := self._video.frames(batch.envids, batch.steps):
-                if together:
-                    yield Transitions.join(together, self._replay.memory), {}
-                    together = []
-                yield batch, frames
-            else:
-                together.append(batch)
-        if together:
-            yield Transitions.join(together, self._replay.memory), {}
+        if not (parts := [batch for batch in batches if len(batch)]):
+            return
+        joined = Transitions.join(parts, self._replay.memory)
+        frames = self._video.frames(joined.envids, joined.steps)
+        is_eval = joined.is_eval
+        if is_eval.all() or not is_eval.any():
+            self._store(joined, bool(is_eval.any()))
+        else:
+            self._store(joined.where(~is_eval), False)
+            self._store(joined.where(is_eval), True)
+        message = (self._progress.step, joined.envids, is_eval, joined.logs, frames)
+        self._logged.append(self._logger.call("tran", *message))
 
     def _store(self, part: Transitions, is_eval: bool) -> None:
         self._sequence += 1
@@ -301,9 +257,9 @@ class Actor:
 
     # --- metrics ---------------------------------------------------------------------------------
 
-    def log_metrics(self, server: BatchServer, *, held: bool = False) -> None:
-        """Forget environments that are gone, and tell the logger how the actor is doing, which may
-        be `held` back."""
+    def log_metrics(self, server: BatchServer, held: str | None = None) -> None:
+        """Forget environments that are gone, and tell the logger how the actor is doing, and why it
+        is `held` back, if it is."""
         try:
             self._log_metrics(server, held)
         except Exception as error:
@@ -312,73 +268,53 @@ class Actor:
     def _forget_gone(self) -> None:
         """Forget environments that have sent nothing for `episode_timeout` and have no connection
         any more. One that has may be slow, or be held up by the run itself."""
+        timeout = self._args.episode_timeout
         with self._policy_lock:
-            silent = self._silent()
-        gone = self.gone(list(silent)) if silent else []
+            idle = self._carries.table.idle()
+        silent = [envid for envid, age in idle.items() if age > timeout]
+        if not silent or not (gone := self.gone(silent)):
+            return
         with self._policy_lock:
-            silent = self._silent()  # without those that are back
-            gone = [envid for envid in gone if envid in silent]
-            self._carries.forget(gone)
-            self._forgotten += gone
-        if gone:
-            log.warning(
-                "%s: no connection, and no step for %.0f s; dropped, with episodes that were under "
-                "way (episode_timeout is %g s)",
-                *(_names(gone), min(silent[each] for each in gone), self._args.episode_timeout),
-            )
+            self._carries.table.remove(gone)  # one that is back in this moment is reset
+        self._forgotten += gone
+        log.warning(
+            "%s: no connection, and no step for %.0f s; dropped, with episodes that were under "
+            "way (episode_timeout is %g s)",
+            *(_names(gone), min(idle[each] for each in gone), timeout),
+        )
 
-    def _silent(self) -> dict[int, float]:
-        idle = self._carries.idle()
-        return {envid: age for envid, age in idle.items() if age > self._args.episode_timeout}
-
-    def _log_metrics(self, server: BatchServer, held: bool) -> None:
+    def _log_metrics(self, server: BatchServer, held: str | None) -> None:
         self._forget_gone()
         with self._policy_lock:
-            idle = self._carries.idle()
-            count = len(self._carries)
+            idle = self._carries.table.idle()
         with suppress(Closed):  # the run ends without the logger
             self._logger.wait_any((), 0.0)  # what it has answered is not in flight any more
         logger, replay, stats = self._logger.stats(), self._replay.stats(), server.stats()
-        self._health.waits(self._waits_for(idle, int(stats["act/waiting"]), replay, held))
+        waiting = int(stats["act/waiting"])
+        if held is None:
+            held = waits_for(self._args, idle, waiting, replay, self._index)
+        self._health.waits(held)
         if logger["inflight"] >= _LOGGED_IN_FLIGHT:
             return  # metrics are not worth a wait for a logger that is away
         then, items, batches = self._previous
         now = time.monotonic()
         self._previous = now, stats["act/items"], stats["act/batches"]
-        self._progress.env_failures = self._failures.total, stats["act/items"]
         metrics: dict[str, Any] = {
             "steps_per_second": (stats["act/items"] - items) / (now - then),
             "batches_per_second": (stats["act/batches"] - batches) / (now - then),
             "fill": stats["act/fill"],
             "wait_seconds": stats["act/wait"],
             "policy_seconds": stats["act/work"],
-            "environments": float(count),
+            "environments": float(len(idle)),
             **{f"server/{k}": v for k, v in stats.items() if "/" not in k},
             **{f"replay_client/{k}": v for k, v in replay.items()},
             **{f"logger_client/{k}": v for k, v in logger.items()},
-            **self._more_metrics(),
+            **self._agent.metrics(),
+            **self._progress.policy_metrics(),
         }
         name = server_name("actor", self._index)
-        metrics = {f"{name}/{key}": value for key, value in metrics.items()}
-        if not self._index:  # the others have told the learner of theirs
-            failures, steps = self._progress.others.failures()
-            total = self._failures.total + failures
-            steps += stats["act/items"]
-            metrics["env/failures"] = float(total)
-            metrics["env/failures_per_1000_steps"] = 1000 * total / max(steps, 1.0)
-        self._logger.call("add", self._progress.step, metrics)
-
-    def _waits_for(
-        self, idle: Mapping[int, float], observations: int, replay: Mapping[str, float], held: bool
-    ) -> str:
-        if not held:
-            return waits_for(self._args, idle, observations, replay, self._index)
-        if self._index or self._progress.pretraining:  # the first actor knows of the others
-            return ""
-        return (
-            f"the run begins when {self._args.expect_envs} environments are there (expect_envs): "
-            f"{self._progress.present} are"
-        )
+        named = {f"{name}/{key}": value for key, value in metrics.items()}
+        self._logger.call("add", self._progress.step, named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,6 +393,17 @@ class StartGate:
         self._note_beginning()
         self._server.hold("act", held=False)
 
+    def holds(self) -> str | None:
+        """Why actions are held back, as far as this actor knows it; None if they are not."""
+        if not self.closed:
+            return None
+        if not self._note or self._progress.pretraining:  # the first actor knows of the others
+            return ""
+        return (
+            f"the run begins when {self._args.expect_envs} environments are there (expect_envs): "
+            f"{self._progress.present} are"
+        )
+
     def _note_beginning(self) -> None:
         if self._note:
             with suppress(OSError):
@@ -464,54 +411,31 @@ class StartGate:
                 self._note.touch()
 
 
-class EnvFailures:
-    """How often environments have failed since this actor was started."""
-
-    def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
-        self.total = 0
-
-    def note(self, envids: NDArray[Any], counts: NDArray[Any]) -> None:
-        """Take the count of each environment, which starts again with its process."""
-        if not counts.any():
-            return
-        for envid, count in zip(envids.tolist(), counts.tolist(), strict=True):
-            before = self._counts.get(envid, 0)
-            self.total += count - before if count >= before else count
-            self._counts[envid] = count
-
-
 class VideoFrames:
-    """Chooses the frames that the logger gets: whole episodes of one environment, now and then.
-
-    Frames are most of an observation's bytes, so no others are sent.
+    """Chooses the frames that the logger gets: whole episodes of one environment, now and then, and
+    what is in the same batches. Frames are most of an observation's bytes, so no others are sent.
 
     Args:
         every: Seconds between the starts of two videos; 0 for none.
         envid: The environment.
-        clock: Seconds, rising.
     """
 
-    def __init__(
-        self, every: float, envid: int = 0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, every: float, envid: int = 0) -> None:
         self._envid = envid
-        self._due = LocalClock(every, first=True, now=clock)
+        self._due = LocalClock(every, first=True)
         self._recording = False
 
     def frames(
         self, envids: NDArray[Any], obs: Mapping[str, NDArray[Any]]
     ) -> dict[str, NDArray[Any]]:
-        """The images of this batch that belong to a video, with a leading axis of one."""
+        """The images of this environment, if one of its episodes in this batch is recorded."""
         rows = (envids == self._envid).nonzero()[0]
-        if not rows.size:
-            return {}
-        row = int(rows[0])
-        if obs["is_first"][row]:
+        recording = self._recording
+        if obs["is_first"][rows].any():
             self._recording = self._due()
-        if not self._recording:
+        if not rows.size or not (recording or self._recording):
             return {}
-        return {k: v[row : row + 1] for k, v in obs.items() if is_frame(v.dtype, v.shape[1:])}
+        return {k: v[rows] for k, v in obs.items() if is_frame(v.dtype, v.shape[1:])}
 
 
 def waits_for(
@@ -544,16 +468,15 @@ def waits_for(
             f"observations, and uses a smaller batch after {args.actor_wait:g} s"
         )
     own = () if args.bind and args.remote_envs else args.envs_of(actor)
-    unknown = [envid for envid in own if envid not in idle]
-    if len(unknown) > observations:
-        reasons.append(f"no observation from {_names(unknown)} yet")
-    late = {envid: age for envid, age in idle.items() if age > args.log_every}
+    late = {**dict.fromkeys(own, inf), **idle}
+    late = {envid: age for envid, age in late.items() if age > args.log_every}
     # Environments whose observations wait are not late. Which ones they are is not known here.
-    count = len(late) - max(0, observations - len(unknown))
+    count = len(late) - observations
     if count > 0:
         some = "" if count == len(late) else f"{count} of "
         seconds = min(late.values())
-        reasons.append(f"no observation from {some}{_names(late)} for {seconds:.0f} s or more")
+        since = "yet" if seconds == inf else f"for {seconds:.0f} s or more"
+        reasons.append(f"no observation from {some}{_names(late)} {since}")
     return "; ".join(reasons)
 
 

@@ -31,10 +31,6 @@ def parallel_agent(make_agent: Factory, args: RunConfig) -> None:
 
     Returns when everything that was collected is in the replay and the agent is saved; raises the
     first error of either thread.
-
-    Args:
-        make_agent: Returns the agent.
-        args: The run.
     """
     # With several hosts all of them decide together when there are enough.
     progress = Progress(args.steps if args.hosts == 1 else 0)
@@ -59,7 +55,7 @@ def _act_and_learn(agent: Agent, args: RunConfig, progress: Progress, sync: Sync
         threading.Thread(target=guarded, args=role, name=role[0].__name__, daemon=True)
         for role in ((parallel_actor,), (parallel_learner, sync))
     )
-    progress.sending = actor.is_alive
+    progress.senders.append(actor.is_alive)
     actor.start()
     learner.start()
     progress.finished.wait()

@@ -37,7 +37,6 @@ CheckEnvs = Callable[[NDArray[np.int64], NDArray[np.bool_], str], None]
 
 _MAGNITUDE = 1e18  # the squares of larger numbers overflow a float32
 _SLACK = 1e3  # environments may leave their bounds by this many times their width
-_MAX_FAILURES = 10**9  # of an environment
 _MAX_LOGS, _MAX_KEY, _LOG_BYTES = 1024, 200, 1 << 20  # logged keys, their length, a row
 _MAX_PLANS = 256  # kinds of requests, and requests of a client, that are remembered
 
@@ -212,8 +211,7 @@ class ObservationCheck:
         spaces: The observation; if there is none, the first request tells what it is.
         most_rows: Observations in a block.
         owners: Which client has which environments.
-        check_envs: Refuses environments that the caller may not have, by their ids, whether they
-            are for evaluation, and the caller's invitation.
+        check_envs: Refuses environments that the caller may not have.
     """
 
     def __init__(
@@ -285,8 +283,7 @@ class ObservationCheck:
 
 
 def _with_ids(spaces: Mapping[str, Space]) -> dict[str, Space]:
-    failures = Space(np.int64, (), 0, _MAX_FAILURES)
-    return {**spaces, "envid": Space(np.int64), "is_eval": Space(bool), "failures": failures}
+    return {**spaces, "envid": Space(np.int64), "is_eval": Space(bool)}
 
 
 def _check_type(key: str, value: Any, space: Space | None) -> None:
@@ -340,51 +337,48 @@ def check_values(key: str, value: NDArray[Any], low: float, high: float) -> None
 
 class ReplayChecks:
     """What keeps stored steps as they were observed: one actor at a time stores the steps of an
-    environment, and updates change nothing that it sent.
+    environment, and updates change nothing that it sent."""
 
-    Args:
-        args: The run.
-        connected: Whether a connection is still there.
-    """
-
-    def __init__(self, args: RunConfig, connected: Callable[[bytes], bool]) -> None:
+    def __init__(
+        self,
+        args: RunConfig,
+        connected: Callable[[bytes], bool],
+        add_batch: Callable[..., int],
+        update: Callable[..., int],
+    ) -> None:
         obs, act = read_spaces(args, args.logdir) or ({}, {})
         self._observed = {*without_logs({**obs, **act}), *FLAGS, RESET}
         self._owners = Owners(connected)
+        self._add_batch, self._update = add_batch, update
 
-    def add_batch(self, store: Callable[..., int]) -> Callable[..., int]:
-        def add_batch(
-            caller: Caller,
-            steps: Arrays,
-            envids: NDArray[np.int64],
-            is_eval: bool,
-            source: Name,
-            seq: Count,
-        ) -> int:
-            is_first = steps.get("is_first", np.zeros(0))
-            if is_first.shape != envids.shape or envids.ndim != 1:
-                raise ArgumentError("envids and is_first must have one row for each step.")
-            ids, places = np.unique(envids, return_index=True)
-            marks = caller.connection  # of a source that connects again it is another one
-            if ids.size and not self._owners.is_known(source.encode(), ids, marks):
-                first = is_first[places]
-                self._owners.claim(caller, ids, first, marks=marks, key=source.encode())
-            return _stored(store, steps, envids, is_eval, source, seq)
+    def add_batch(
+        self,
+        caller: Caller,
+        steps: Arrays,
+        envids: NDArray[np.int64],
+        is_eval: bool,
+        source: Name,
+        seq: Count,
+    ) -> int:
+        is_first = steps.get("is_first", np.zeros(0))
+        if is_first.shape != envids.shape or envids.ndim != 1:
+            raise ArgumentError("envids and is_first must have one row for each step.")
+        ids, places = np.unique(envids, return_index=True)
+        marks = caller.connection  # of a source that connects again it is another one
+        if ids.size and not self._owners.is_known(source.encode(), ids, marks):
+            first = is_first[places]
+            self._owners.claim(caller, ids, first, marks=marks, key=source.encode())
+        return _stored(self._add_batch, steps, envids, is_eval, source, seq)
 
-        return add_batch
-
-    def update(self, store: Callable[..., int]) -> Callable[..., int]:
-        def update(data: Arrays) -> int:
-            for key, value in data.items():
-                image = key not in (STEPID, PRIORITY) and is_image(value.dtype, value.shape[2:])
-                require(
-                    not image and key not in self._observed,
-                    f"{key!r} comes from an environment and cannot be updated: send latent states "
-                    "and priorities only.",
-                )
-            return _stored(store, data)
-
-        return update
+    def update(self, data: Arrays) -> int:
+        for key, value in data.items():
+            image = key not in (STEPID, PRIORITY) and is_image(value.dtype, value.shape[2:])
+            require(
+                not image and key not in self._observed,
+                f"{key!r} comes from an environment and cannot be updated: send latent states "
+                "and priorities only.",
+            )
+        return _stored(self._update, data)
 
 
 def _stored(store: Callable[..., int], *args: Any) -> int:

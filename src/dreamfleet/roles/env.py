@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -76,7 +76,7 @@ def parallel_env(
             it is told how often this environment was built before, so that another seed can be
             used.
         envid: Unique in the run; several share a process.
-        args: The run; tells where the actions come from.
+        args: The run.
         is_eval: Whether the data is for evaluation.
         in_run: Whether it is a part of a run, whose settings can be changed.
         incarnation: On a joined machine: the number of this start, see `roles.fences`.
@@ -172,24 +172,18 @@ def make_lanes(
     with user_code:
         vectorised = getattr(make, "vectorised", lambda: False)()
     restarted = partial(RestartedEnv, args=args, health=health, watchdog=watchdog, in_run=in_run)
-    if not vectorised:
-        return split_lanes([restarted(make, each) for each in ids], sent, is_eval, count)
-    return [
-        Lane([restarted(partial(make, lanes=b - a), ids[a])], sent[a:b], is_eval, vectorised=True)
-        for a, b in _parts(len(ids), count)
-    ]
 
+    def lane(first: int, end: int) -> Lane:
+        mine = ids[first:end]
+        if vectorised:
+            envs = [restarted(partial(make, lanes=len(mine)), ids[first])]
+        else:
+            envs = [restarted(make, each) for each in mine]
+        return Lane(envs, sent[first:end], is_eval, vectorised)
 
-def split_lanes(
-    envs: Sequence[RestartedEnv], ids: Sequence[int], is_eval: bool, count: int
-) -> list[Lane]:
-    """Environments in so many groups of nearly the same size; in fewer, if there are fewer."""
-    return [Lane(envs[a:b], ids[a:b], is_eval) for a, b in _parts(len(envs), count)]
-
-
-def _parts(size: int, count: int) -> Iterable[tuple[int, int]]:
-    count = min(count, size)
-    return pairwise([size * part // count for part in range(count + 1)])
+    count = min(count, len(ids))
+    bounds = [len(ids) * part // count for part in range(count + 1)]
+    return [lane(first, end) for first, end in pairwise(bounds)]
 
 
 class Lane:
@@ -244,7 +238,7 @@ class Lane:
             obs = env.step(action)
             if obs is None:
                 continue
-            self._block.put(slice(None) if self._vectorised else row, obs, env.failures)
+            self._block.put(slice(None) if self._vectorised else row, obs)
             self._sent += env.present if self._vectorised else [row]
         self.actions = [None] * len(self.envs)
         return self._block.rows(self._sent)
@@ -466,7 +460,6 @@ class ObservationBlock:
         self._fixed = {
             "envid": np.array(ids, np.int64),
             "is_eval": np.full(self._size, is_eval),
-            "failures": np.zeros(self._size, np.int64),
         }
         self._block: Block | None = None
         self._keys: list[str] = []  # of what is observed
@@ -476,9 +469,8 @@ class ObservationBlock:
         if self._block is not None:
             renew(self._block, allocate, self._fixed)
 
-    def put(self, row: int | slice, obs: Mapping[str, Any], failures: int) -> None:
-        """Write the observation of one environment, or all rows of a vectorised one, and how often
-        it has failed, which its first row counts."""
+    def put(self, row: int | slice, obs: Mapping[str, Any]) -> None:
+        """Write the observation of one environment, or all rows of a vectorised one."""
         if self._block is None:
             drop = 0 if isinstance(row, int) else 1
             first = {key: np.asarray(value) for key, value in obs.items()}
@@ -488,7 +480,6 @@ class ObservationBlock:
             self._keys = list(arrays)
         for key in self._keys:
             self._block[key][row] = obs[key]
-        self._block["failures"][row if isinstance(row, int) else 0] = failures
 
     def rows(self, present: Sequence[int]) -> dict[str, NDArray[Any]] | None:
         """The rows that were written, in the order of their ids; None if there are none."""

@@ -164,7 +164,6 @@ class EpisodeServer:
         """What an environment process calls; returns when it is its turn to step."""
         ids = ids_of(obs.pop("envid")).tolist()
         del obs["is_eval"]
-        obs.pop("failures", None)
         group, request = self._group_of[ids[0]], _Request([self._places[each] for each in ids], obs)
         with self._changed:
             self._drop(group)  # that process is gone; this one has taken its place

@@ -106,11 +106,8 @@ def read_health(path: Path) -> HealthRecord:
 
 
 class Health:
-    """Writes the health record of this worker. Counts continue those of its predecessor.
-
-    Args:
-        path: The file; None, or one that cannot be written, keeps the record in memory.
-    """
+    """Writes the health record of this worker. Counts continue those of its predecessor. Without a
+    path, or with one that cannot be written, the record is kept in memory."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._record = _Layout.from_buffer(_map(path))

@@ -86,11 +86,7 @@ def first_invitation(logdir: Path, keys: Keys) -> Invitation:
 
 
 def read_url(text: str) -> tuple[Address, RoleKey]:
-    """The address and the key that a line holds.
-
-    Raises:
-        ConfigError: It is none of these lines.
-    """
+    """The address and the key that a line holds."""
     shape = f"'{_SCHEME}://HOST:PORT/#KEY'"
     text = text.strip().strip("'\"")
     try:
@@ -117,11 +113,7 @@ def read_url(text: str) -> tuple[Address, RoleKey]:
 
 
 def invite(logdir: Path, name: str, keys: Keys) -> Invitation:
-    """Make an invitation.
-
-    Raises:
-        ConfigError: There is one of this name, or it cannot be a name.
-    """
+    """Make an invitation of a name that is not taken."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} cannot name an invitation: use up to 40 letters, digits, - and _."
@@ -137,11 +129,7 @@ def invite(logdir: Path, name: str, keys: Keys) -> Invitation:
 
 
 def revoke(logdir: Path, name: str) -> Invitation:
-    """Make an invitation invalid.
-
-    Raises:
-        ConfigError: There is none of this name.
-    """
+    """Make an invitation invalid."""
     found = {each.name: each for each in invitations(logdir)}
     if name not in found:
         known = ", ".join(found) or "none"
@@ -162,11 +150,7 @@ def invitations(logdir: Path) -> list[Invitation]:
 
 def find_url(text: str) -> str:
     """The address that is meant: what was typed, or what stands in the file or in the run's
-    directory of that name.
-
-    Raises:
-        ConfigError: It is the directory of a run that cannot be joined.
-    """
+    directory of that name."""
     path = Path(text)
     if f"{_SCHEME}://" in text or not text.strip() or not path.exists():
         return text
@@ -188,11 +172,7 @@ def find_url(text: str) -> str:
 
 class Invited:
     """Who holds the invitations of a run, for its servers. Cheap to ask: files are read again only
-    when one was added or replaced.
-
-    Args:
-        logdir: The run's directory.
-    """
+    when one was added or replaced."""
 
     def __init__(self, logdir: Path) -> None:
         self._logdir = logdir

@@ -57,15 +57,8 @@ def parallel_learner(
     progress: Progress | None = None,
     sync: Sync | None = None,
 ) -> None:
-    """Restore, release the actor, train until learning is over, and save.
-
-    Args:
-        agent: Shared with the actor.
-        barrier: Releases the actor once the checkpoint is restored.
-        args: Addresses, intervals, where checkpoints lie.
-        progress: Shared with the actor; None if there is none.
-        sync: The hosts that learn together; None if this is the only one.
-    """
+    """Restore, release the actor, train until learning is over, and save. The agent and the
+    progress are shared with the actor; `sync` is None if this is the only host."""
     progress = progress or Progress(args.steps)
     with (
         ReplayClient(args, "learner", _IN_FLIGHT) as replay,
@@ -131,8 +124,10 @@ class Learner:
                 with self._tolerant():
                     if train:
                         self.update(batches.take())
-                    if self._progress.pretraining:
-                        self._poll_pretraining(waiting=not train)
+                    if self._progress.pretraining and (
+                        not train or self._saver.updates >= self._args.pretrain
+                    ):
+                        self.pretrain()
                     if agreed.due("log"):
                         self.log(waiting=not train)
                     if agreed.due("report"):
@@ -268,10 +263,6 @@ class Learner:
 
         self._sync.gather("compiled", {}, on_wait)
         self._report_health()
-
-    def _poll_pretraining(self, *, waiting: bool) -> None:
-        if waiting or self._saver.updates >= self._args.pretrain:
-            self.pretrain()
 
     # --- rounds ----------------------------------------------------------------------------------
 
@@ -429,7 +420,6 @@ class Learner:
             "learner/replay_ratio": updates * batch / max(steps, 1),
             **{f"learner/timer/{key}": value for key, value in self._timer.stats().items()},
             **{f"learner/usage/{key}": value for key, value in self._usage.stats().items()},
-            **{f"actor/{key}": value for key, value in self._agent.metrics().items()},
         }
         self._logger.add(steps, _sendable(metrics))
 

@@ -32,7 +32,7 @@ from dreamfleet.metrics.evaluations import Evaluation, append_evaluation
 from dreamfleet.metrics.outputs.base import EVAL_STEP
 from dreamfleet.roles.addresses import find_server, listen_address, publish_address, server_name
 from dreamfleet.roles.checks import Count, Step, require
-from dreamfleet.roles.health import Health, health_path
+from dreamfleet.roles.health import Health, health_path, read_health
 from dreamfleet.roles.logger_client import video_env
 from dreamfleet.roles.runtime import Factory, stop_event, unpack
 from dreamfleet.transport import Client, Future, Server, TransportError
@@ -51,12 +51,8 @@ _PATIENCE = float("inf")  # of clients: a replay may be away for as long as it t
 
 
 def parallel_logger(make_logger: Factory, args: RunConfig) -> None:
-    """Take metrics and transitions until the process is asked to stop.
-
-    Args:
-        make_logger: Returns the output, or outputs, that metrics are written to.
-        args: Address, intervals, where `scores.jsonl` lies.
-    """
+    """Take metrics and transitions until the process is asked to stop; `make_logger` returns the
+    output, or outputs, that metrics are written to."""
     stop = stop_event()
     logger = Logger(unpack(make_logger)(), args)
     server = Server(listen_address(args, "logger"), "logger", keys=args.server_keys)
@@ -169,7 +165,7 @@ class Logger:
     ) -> bool:
         """Take the transitions of a batch, and how many training steps there are by now.
 
-        `frames` holds the images of the environment whose video is recorded, a single row. Messages
+        `frames` holds the images of the environment whose video is recorded. Messages
         with a `source` are numbered; see `LoggerClient`. Returns whether the target score is
         reached.
         """
@@ -332,9 +328,19 @@ class Logger:
                 counts = episodes.stats()
                 if name == "episodes" or any(counts.values()):
                     metrics |= {f"{name}/{key}": value for key, value in counts.items()}
-            self._output.write(self._step, metrics)
+            self._output.write(self._step, metrics | self._env_failures())
             self._output.flush()
             self.health.progress()
+
+    def _env_failures(self) -> dict[str, float]:
+        """How often the run's own environments have failed, as they have recorded it."""
+        # In a serial run, the agent's record is theirs, too.
+        paths = [*health_path(self._args, "").glob("env-*"), health_path(self._args, "agent")]
+        count = float(sum(read_health(path).failures for path in paths))
+        rate = 1000 * count / max(1, sum(self._steps.values()))
+        metrics = {"env/failures": count, "env/failures_per_1000_steps": rate}
+        self._newest |= metrics
+        return metrics
 
     def close(self) -> None:
         self.write()

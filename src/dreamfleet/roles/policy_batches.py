@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,31 +14,25 @@ from dreamfleet.metrics.episodes import SlotTable
 
 
 class Carries:
-    """The policy's carry of every environment, as rows of arrays.
-
-    Args:
-        agent: Makes initial carries.
-        size: Environments there is room for at first; the table grows.
-    """
+    """The policy's carry of every environment, as rows of arrays. There is room for `size`
+    environments at first, and the table grows."""
 
     def __init__(self, agent: Player, size: int) -> None:
         self._agent = agent
         self._rows = agent.init_policy(size)
         self._initial = agent.init_policy(1)
-        self._slots = SlotTable(size, grow=self._grow)
-
-    def __len__(self) -> int:
-        return len(self._slots)
+        self.table = SlotTable(size, grow=self._grow)
+        """The environments that have a carry."""
 
     def known(self, envids: NDArray[Any]) -> NDArray[np.bool_]:
         """Which of these environments have a carry."""
-        return np.array([envid in self._slots for envid in envids.tolist()], bool)
+        return np.array([envid in self.table for envid in envids.tolist()], bool)
 
     def take(self, envids: NDArray[Any], is_first: NDArray[Any]) -> tuple[Carry, NDArray[np.intp]]:
         """The carries of these environments, initial where an episode begins, and their slots."""
         # The last owner of a slot must not leak into an episode whose start was missed.
         fresh = is_first | ~self.known(envids)
-        slots = self._slots.slots(envids.tolist())
+        slots = self.table.slots(envids.tolist())
         if fresh.any():
             put_rows(self._rows, slots[fresh], self._initial)
         return take_rows(self._rows, slots), slots
@@ -47,21 +40,9 @@ class Carries:
     def put(self, slots: NDArray[np.intp], carry: Carry) -> None:
         put_rows(self._rows, slots, carry)
 
-    def idle(self) -> dict[int, float]:
-        """Seconds since the last observation of each environment."""
-        return self._slots.idle()
-
-    def recent(self, seconds: float) -> int:
-        """How many environments have sent something within so many seconds."""
-        return self._slots.recent(seconds)
-
-    def forget(self, envids: Sequence[int]) -> None:
-        """Free the room of environments that are gone."""
-        self._slots.remove(envids)
-
     def _grow(self, size: int) -> None:
         grown = self._agent.init_policy(size)
-        put_rows(grown, slice(self._slots.size), self._rows)
+        put_rows(grown, slice(self.table.size), self._rows)
         self._rows = grown
 
 

@@ -16,22 +16,6 @@ from dreamfleet.roles.scaling.shards import ReplayClient
 _END_SECONDS = 5.0
 
 
-class OtherActors:
-    """What is known of actors in other processes; there are none."""
-
-    def busy(self) -> bool:
-        """Whether they still send what they have."""
-        return False
-
-    def failures(self) -> tuple[int, float]:
-        """Failures of their environments, and their steps."""
-        return 0, 0.0
-
-    def present(self) -> int:
-        """Their environments that are there."""
-        return 0
-
-
 class Progress:
     """The step counter, and how the run ends.
 
@@ -53,14 +37,16 @@ class Progress:
         """Whether the learner has restored and compiled the agent. Before that there is nothing to
         save."""
         self.error: BaseException | None = None
-        self.sending: Callable[[], bool] = lambda: False
-        """Whether the actor of this process still acts or sends; set by the agent."""
-        self.others = OtherActors()
-        """Set by the learner, if there are any."""
+        self.senders: list[Callable[[], bool]] = []
+        """Whether the actor of this process still acts or sends, and those of others."""
+        self.policy_lock = threading.Lock()
+        """Held while the agent chooses actions."""
+        self.policy_metrics: Callable[[], dict[str, float]] = dict
+        """What the actor logs in addition to its own metrics and those of the agent."""
+        self.present_elsewhere: Callable[[], int] = lambda: 0
+        """Environments of actors in other processes that are there."""
         self.present = 0
         """Environments that are there, as far as this process knows."""
-        self.env_failures = (0, 0.0)
-        """Failures of this actor's environments since it was started, and their steps."""
         self.begun = False
         """Whether the environments that the run expects were there."""
         self.pretraining = False
@@ -85,7 +71,7 @@ class Progress:
     @property
     def sent(self) -> bool:
         """Whether all steps of the actors are confirmed, or are not waited for any more."""
-        return not self.seconds_left() or not (self.sending() or self.others.busy())
+        return not self.seconds_left() or not any(sending() for sending in self.senders)
 
     def seconds_left(self) -> float:
         """How long the end may still wait for other processes."""
@@ -119,7 +105,7 @@ class Progress:
     def may_begin(self, present: int, expected: int) -> bool:
         """Whether the run acts, if so many environments of this actor are there, and it expects so
         many of all actors."""
-        self.present = present + self.others.present()
+        self.present = present + self.present_elsewhere()
         self.begun = self.begun or (self.present >= expected and not self.pretraining)
         return self.begun
 

@@ -82,12 +82,11 @@ def parallel_replay(
     acknowledged is in its files, and callers ask its successor again (`_or_end`).
 
     Args:
-        make_replay_train: Returns the buffer of training data. Called with the number of the shard
+        make_replay_train, make_replay_eval: Return the buffers. Called with the number of the shard
             if that is not 0.
-        make_replay_eval: Returns the buffer of evaluation data, in the same way.
         make_stream: Called with a buffer and "train", "report" or "eval", returns an iterator of
             batches.
-        args: Address, sizes, `train_ratio`.
+        args: The run.
         shard: Which of `replay_shards` this is.
     """
     if not 0 <= shard < args.replay_shards:
@@ -152,33 +151,25 @@ def bind(server: Server, service: ReplayService, args: RunConfig) -> None:
     def connected(connection: bytes) -> bool:
         return server.between_calls(lambda: server.connected(connection))
 
-    checks = ReplayChecks(args, connected)
+    checks = ReplayChecks(args, connected, _or_end(service.add_batch), _or_end(service.update))
+
+    def serve(role: str, workers: int, name: str, method: Callable[..., Any], **more: Any) -> None:
+        server.bind(name, method, workers=workers, repeatable=True, roles=(role,), **more)
 
     def offer(role: str, workers: int, **methods: Callable[..., Any]) -> None:
         for name, method in methods.items():
-            checked: Callable[..., Any] = getattr(checks, name, lambda unchecked: unchecked)
-            server.bind(
-                name,
-                checked(_or_end(method)),
-                workers=workers,
-                repeatable=True,
-                roles=(role,),
-                pass_caller=name == "add_batch",
-            )
+            serve(role, workers, name, _or_end(method))
 
-    offer("agent", 1, add_batch=service.add_batch, update=service.update, shares=service.shares)
+    serve("agent", 1, "add_batch", checks.add_batch, pass_caller=True)
+    serve("agent", 1, "update", checks.update)
+    offer("agent", 1, shares=service.shares)
     for mode in _MODES:
         offer("agent", 1, **{f"sample_{mode}": functools.partial(service.sample, mode)})
     offer("replay", 0, stats=service.stats)
     offer("logger", 1, finished=service.finished)
     if lead := service.lead:
-        offer(
-            *("agent", 0),
-            position=lead.position,
-            raise_position=lead.raise_position,
-            finish=lead.finish,
-            grant=lead.grant,
-        )
+        offer("agent", 0, position=lead.position, raise_position=lead.raise_position)
+        offer("agent", 0, finish=lead.finish, grant=lead.grant)
         offer("agent", 1, permit=lead.permit)
         offer("replay", 1, opened=lead.opened)
         # A shard that was killed may leave a call behind, which takes a moment to end.
@@ -220,14 +211,13 @@ class ReplayService:
     recovers all of them.
 
     Args:
-        train: The buffer of training data.
-        evaluation: The buffer of evaluation data.
+        train, evaluation: The buffers.
         make_stream: Called with a buffer and a mode.
-        limiter: Holds samples and inserts in step; the lead's.
+        limiter: Holds samples and inserts in step, in the first shard.
         args: The run.
         stop: Set when the process is asked to stop.
         shard: Which of `replay_shards` this is.
-        lead: Of a shard that is not the first: where it is.
+        lead: The first shard, if this is another one.
     """
 
     def __init__(
@@ -271,9 +261,6 @@ class ReplayService:
     def attach(self, others: Mapping[int, Client]) -> None:
         """Let the shards know of each other, before the first call is answered. The lead asks the
         others what they hold; another shard asks the lead what it should hold.
-
-        Args:
-            others: Of the lead: clients of the other shards.
 
         Raises:
             Unanswered: The process is asked to stop before they have answered.
@@ -377,11 +364,7 @@ class ReplayService:
         return self._train.update(data)
 
     def finished(self, read: Cursors) -> dict[str, Any]:
-        """The episodes that the logger has not written yet, of both buffers.
-
-        Args:
-            read: What it has written.
-        """
+        """The episodes of both buffers that the logger has not read yet."""
         found: dict[str, Any] = {"steps": self._positions.own, "tick": self._tick}
         cursors = {"train": read["train"], "eval": read["eval"]}
         for name, buffer in self._buffers.items():

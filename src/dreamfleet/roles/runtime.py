@@ -57,11 +57,7 @@ def unpack(factory: Factory) -> Callable[..., Any]:
 
 
 def pickled(who: str, function: Callable[..., Any]) -> bytes:
-    """A function as it is sent to another process.
-
-    Raises:
-        ConfigError: It cannot be pickled.
-    """
+    """A function as it is sent to another process."""
     try:
         data: bytes = cloudpickle.dumps(function)
         return data

@@ -36,7 +36,7 @@ _ROUND_SECONDS = 0.5
 class Saver:
     """Saves and restores the agent.
 
-    The replay owns the step counter (see `dreamfleet.positions`): an agent that goes back to a
+    The replay owns the step counter (`dreamfleet.replay.positions`): an agent that goes back to a
     checkpoint resumes at the steps that the replay has stored by now. Updates after the checkpoint
     are lost with their parameters, and are not made up for.
     """

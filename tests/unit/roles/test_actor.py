@@ -88,7 +88,6 @@ def observations(
     return {
         "envid": np.array(ids, np.int64),
         "is_eval": np.broadcast_to(np.asarray(is_eval), size).copy(),
-        "failures": np.zeros(size, np.int64),
         "value": np.asarray(values, np.float64),
         "image": np.repeat(np.array(ids, np.uint8), 48).reshape(size, 4, 4, 3),
         "reward": np.zeros(size, np.float32),
@@ -362,19 +361,18 @@ def test_training_and_evaluation_go_to_their_own_buffers(tmp_path: Path) -> None
     assert stored(replay) == [([0], [2], False, 1), ([7, 7], [3, 4], True, 2)]
 
 
-def test_a_batch_with_frames_of_a_video_goes_alone(tmp_path: Path) -> None:
+def test_frames_of_a_video_go_with_the_batches_of_its_episode(tmp_path: Path) -> None:
     actor, _, logger = make_actor(CountingAgent(), tmp_path, report_every=3600.0)
-    actor.send(
-        [
-            transitions([1, 2], [0, 0]),
-            transitions([0, 1], [1, 1], first=True),
-            transitions([0, 2], [2, 2]),
-            transitions([3, 1], [3, 3]),
-            transitions([0, 1], [4, 4], first=True),  # the next video is due in an hour
-        ]
-    )
+    started = transitions([0, 1], [1, 1], first=True)
+    actor.send([transitions([0, 2], [0, 0]), started, transitions([3, 1], [3, 3])])
+    actor.send([transitions([0, 2], [2, 2])])
+    actor.send([transitions([1, 2], [3, 3])])
+    # The next video is due in an hour.
+    actor.send([transitions([0, 1], [4, 4]), transitions([0, 1], [4, 4], first=True)])
+    actor.send([transitions([0, 1], [5, 5])])
     sent = [(call[2].tolist(), len(call[5].get("image", ()))) for call in logger.calls]
-    assert sent == [([1, 2], 0), ([0, 1], 1), ([0, 2], 1), ([3, 1, 0, 1], 0)]
+    expected = [([0, 2, 0, 1, 3, 1], 2), ([0, 2], 1), ([1, 2], 0), ([0, 1, 0, 1], 2), ([0, 1], 0)]
+    assert sent == expected
 
 
 def frames(video: VideoFrames, ids: list[int], *, first: bool) -> list[int]:
@@ -394,8 +392,8 @@ def test_a_video_starts_with_an_episode_and_holds_one_environment_only() -> None
     assert frames(video, [1, 0, 2], first=True) == [100]
     assert frames(video, [1, 2], first=False) == []
     assert frames(video, [0], first=False) == [100]
-    assert frames(video, [0], first=True) == []  # the next video is due in an hour
-    assert frames(video, [0], first=False) == []
+    assert frames(video, [0], first=True) == [100]  # with the end of the episode before, if any
+    assert frames(video, [0], first=False) == []  # the next video is due in an hour
 
 
 def test_no_video_is_recorded_where_reports_are_off() -> None:
@@ -426,7 +424,7 @@ def test_carries_follow_their_environment_in_any_batch() -> None:
     assert count(carries, [7, 3]) == [0, 0]
     assert count(carries, [3]) == [1]
     assert count(carries, [5, 3, 7]) == [0, 2, 1]
-    assert len(carries) == 3
+    assert len(carries.table) == 3
 
 
 def test_an_episode_starts_with_an_initial_carry() -> None:
@@ -447,8 +445,8 @@ def test_environments_that_are_gone_leave_nothing_behind() -> None:
     carries = Carries(Counting(), 2)
     count(carries, [0, 1])
     count(carries, [1])
-    carries.forget([0, 7])
-    assert len(carries) == 1
+    carries.table.remove([0, 7])
+    assert len(carries.table) == 1
     assert count(carries, [8, 1]) == [0, 2]
 
 
@@ -481,7 +479,7 @@ def test_an_episode_goes_on_however_long_it_was_held_up(
     replay, logger = Watching(0), Watching(False)
     clients: Any = (replay, logger)
     actor = Actor(Summing(), config, Progress(), *clients)
-    actor._carries._slots._clock = lambda: now[0]
+    actor._carries.table._clock = lambda: now[0]
     actor.gone = lambda ids: [each for each in ids if each not in connected]
     step(actor, observations([1, 2], [0.1, 0.2], is_first=True))
     now[0] = 1000.0

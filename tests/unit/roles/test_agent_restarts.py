@@ -93,7 +93,7 @@ def test_a_replay_that_is_restarted_in_the_end_hears_of_it_again(
     tmp_path: Path, servers: Servers
 ) -> None:
     progress, run = Progress(), small_run(tmp_path, log_every=0.01)
-    progress.sending = lambda: servers.finishes < 3
+    progress.senders.append(lambda: servers.finishes < 3)
     thread = threading.Thread(
         target=learner.parallel_learner,
         args=[CountingAgent(), threading.Barrier(1), run, progress],

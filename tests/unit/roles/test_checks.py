@@ -66,7 +66,6 @@ def observation(ids: Any = (0, 1), *, first: bool = True, **changes: Any) -> dic
     obs: dict[str, Any] = {
         "envid": np.array(ids, np.int64),
         "is_eval": np.zeros(rows, bool),
-        "failures": np.zeros(rows, np.int64),
         **{key: np.zeros((rows, *space.shape), space.dtype) for key, space in SPACES.items()},
         "is_first": np.full(rows, first),
         "log/speed": np.ones(rows, np.float32),
@@ -490,13 +489,13 @@ def checked_replay(
     if spaces:
         write_spaces(run, SPACES, action)
     service = Service()
-    checks = ReplayChecks(run, lambda connection: connection not in (gone or ()))
-    add_batch, update = checks.add_batch(service.add_batch), checks.update(service.update)
-    add = Parameters("add_batch", add_batch, skipped=1)
-    change = Parameters("update", update)
+    connected = lambda connection: connection not in (gone or ())  # noqa: E731
+    checks = ReplayChecks(run, connected, service.add_batch, service.update)
+    add = Parameters("add_batch", checks.add_batch, skipped=1)
+    change = Parameters("update", checks.update)
     return service, SimpleNamespace(
-        add_batch=lambda *args, caller=ACTOR: add_batch(caller, *add.take(args)),
-        update=lambda *args: update(*change.take(args)),
+        add_batch=lambda *args, caller=ACTOR: checks.add_batch(caller, *add.take(args)),
+        update=lambda *args: checks.update(*change.take(args)),
     )
 
 
@@ -544,11 +543,11 @@ def test_steps_of_another_schema_are_the_fault_of_their_sender(run: RunConfig) -
     def refuse(*_: Any) -> int:
         raise SchemaError("'x' is missing.")
 
-    checks = ReplayChecks(run, lambda _: True)
+    checks = ReplayChecks(run, lambda _: True, refuse, refuse)
     with pytest.raises(ArgumentError, match="'x' is missing"):
-        checks.add_batch(refuse)(ACTOR, steps(), IDS, False, "actor", 1)
+        checks.add_batch(ACTOR, steps(), IDS, False, "actor", 1)
     with pytest.raises(ArgumentError, match="'x' is missing"):
-        checks.update(refuse)({})
+        checks.update({})
 
 
 def test_an_update_changes_only_what_the_agent_stores(run: RunConfig) -> None:

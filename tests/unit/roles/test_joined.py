@@ -118,7 +118,6 @@ def observations(ids: list[int]) -> dict[str, Any]:
     return {
         **obs,
         **flags,
-        "failures": np.zeros(len(ids), np.int64),
         "is_first": np.ones(len(ids), bool),
     }
 
@@ -186,18 +185,6 @@ def test_a_run_that_is_ended_before_it_has_begun_lets_go(tmp_path: Path) -> None
         server.close()
         with pytest.raises(Disconnected):
             call.result(LONG)
-
-
-def test_a_full_batch_has_no_more_than_are_there(tmp_path: Path) -> None:
-    actor, _ = an_actor(tmp_path, actor_batch=4)
-    assert actor.full_batch() == 1
-    actor.act(observations([0, JOINED]))
-    assert actor.full_batch() == 2
-    actor.act(observations([JOINED + 1, JOINED + 2, JOINED + 3]))
-    assert actor.full_batch() == 4  # of five, because the setting says so
-    now = time.monotonic()
-    actor._carries._slots._clock = lambda: now + 60  # they have left
-    assert actor.full_batch() == 1
 
 
 def test_a_batch_that_is_made_smaller_goes_at_once() -> None:

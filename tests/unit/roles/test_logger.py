@@ -14,6 +14,7 @@ from fleet_parts import rows, small_run
 from dreamfleet.fleet.status import newest_metrics
 from dreamfleet.metrics import JsonlOutput
 from dreamfleet.metrics.evaluations import evaluation_from
+from dreamfleet.roles.health import Health
 from dreamfleet.roles.logger import RECENT_EPISODES, BackgroundOutput, Logger, ScoreReader
 
 
@@ -95,6 +96,16 @@ def test_episodes_are_scored_and_their_logs_averaged_summed_and_peaked(tmp_path:
     assert named == {"avg": 1.0, "max": 2.0, "sum": 3.0}
     assert metrics["episodes/finished"] == metrics["eval_episodes/finished"] == 1
     assert rows(tmp_path / "scores.jsonl") == [], "the replay tells which episodes were stored"
+
+
+def test_failures_are_those_that_environments_have_recorded(tmp_path: Path) -> None:
+    log, output = keeper(tmp_path)
+    for name, count in (("env-0", 2), ("env-4", 1), ("evaluator", 0)):
+        for _ in range(count):
+            Health(tmp_path / "workers" / name).failed("environment 0: RuntimeError: it broke")
+    play(log, 10, [1.0, 2.0])
+    log.close()
+    assert output.rows[-1][1]["env/failures"] == 3.0
 
 
 def test_a_score_is_written_once_however_often_a_replay_tells_it(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from dreamfleet.roles.actor import waits_for
 from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.health import Health
 from dreamfleet.roles.policy_batches import policy_sizes
-from dreamfleet.roles.progress import OtherActors, Progress
+from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.scaling import parameters as module
 from dreamfleet.roles.scaling.parameters import ParameterServer, packed, unpacked
 from dreamfleet.roles.scaling.remote_actor import Follower, RemoteProgress
@@ -74,12 +73,8 @@ def test_parameters_of_updates_reach_an_actor(
     monkeypatch.setattr("dreamfleet.roles.scaling.remote_actor._EVERY_SECONDS", 0.01)
     monkeypatch.setattr(module, "_SHARE", 0)
     client = client_of(run, stack)
-    progress, agent, lock = (
-        RemoteProgress("actor-1", run, client),
-        CountingAgent(),
-        threading.Lock(),
-    )
-    follower = Follower(agent, progress, lock, Health())
+    progress, agent = RemoteProgress("actor-1", run, client), CountingAgent()
+    follower = Follower(agent, progress, Health())
     with follower:
         assert not follower._loaded.is_set(), "there is no learner yet"
         learner = Learner(run)
@@ -93,11 +88,11 @@ def test_parameters_of_updates_reach_an_actor(
                 versions.append(int(follower.metrics()["policy/version"]))
             assert versions == [1, 2, 3]
             assert 0 <= follower.metrics()["policy/seconds_behind"] < 600
-            lock.acquire()  # while the agent acts, its parameters stay as they are
+            progress.policy_lock.acquire()  # while the agent acts, its parameters stay as they are
             learner.train(9)
             until(lambda: progress.heard["version"] == 4, learner)
             assert agent._updates == 8
-            lock.release()
+            progress.policy_lock.release()
         # A successor that went back to a checkpoint is followed as well.
         successor = Learner(run)
         successor.updates = successor.agent._updates = 5
@@ -180,19 +175,6 @@ def test_a_stop_a_score_and_a_failure_are_told_apart(run: RunConfig, stack: Exit
         assert not actor.finished.is_set(), "it waits for the next learner"
 
 
-def test_failures_of_all_environments_are_known_to_the_agent(
-    run: RunConfig, stack: ExitStack
-) -> None:
-    learner = Learner(replace(run, actors=3))
-    assert learner.progress.others.failures() == (0, 0.0)
-    with learner.server:
-        for index in (1, 2):
-            actor = RemoteProgress(f"actor-{index}", run, client_of(run, stack))
-            actor.env_failures = index, 10.0 * index
-            actor.report()
-        assert learner.progress.others.failures() == (3, 30.0)
-
-
 def test_arrays_that_are_too_large_for_a_frame_travel_in_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -236,7 +218,7 @@ def test_a_run_begins_when_all_actors_together_have_what_it_expects(
         assert learner.progress.may_begin(2, expected)
         actor.report()
         assert actor.may_begin(4, expected)
-        learner.progress.others = OtherActors()
+        learner.progress.present_elsewhere = lambda: 0
         assert learner.progress.may_begin(0, expected)  # what has begun goes on
 
 

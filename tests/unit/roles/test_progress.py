@@ -81,7 +81,7 @@ def test_an_end_that_may_not_wait_any_longer_hangs_up(
 ) -> None:
     monkeypatch.setattr("dreamfleet.roles.progress._END_SECONDS", 0.01)
     progress, client = Progress(10), Hung()
-    progress.sending = lambda: True
+    progress.senders.append(lambda: True)
     logger: Any = Hung()
     with hang_up_in_time(progress, logger, client):
         progress.advance(10)
@@ -117,8 +117,7 @@ def test_a_complete_run_does_not_wait_for_a_logger_that_answers_nothing(
 
 def test_steps_are_sent_when_every_actor_has_ended() -> None:
     progress, busy = Progress(), {"own", "other"}
-    progress.sending = lambda: "own" in busy
-    progress.others.busy = lambda: "other" in busy  # type: ignore[method-assign]
+    progress.senders += [lambda: "own" in busy, lambda: "other" in busy]
     for name in ("own", "other"):
         assert not progress.sent
         busy.remove(name)

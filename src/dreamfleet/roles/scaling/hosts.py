@@ -45,11 +45,7 @@ class HostError(DreamfleetError):
 
 
 def this_host(config: RunConfig, environ: Mapping[str, str] = os.environ) -> RunConfig:
-    """The run as this host knows it: with its number and its directory.
-
-    Raises:
-        ConfigError: The settings do not tell who it is, and Slurm does not either.
-    """
+    """The run as this host knows it: with its number and its directory."""
     if config.hosts == 1:
         return config
     names = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
@@ -148,12 +144,7 @@ def _keys_file(config: RunConfig) -> Path:
 
 
 class Rendezvous:
-    """The votes of all agents. Any thread may call it.
-
-    Args:
-        count: How many hosts there are.
-        member: What a host says of itself.
-    """
+    """The votes of the agents of `count` hosts. Any thread may call it."""
 
     def __init__(self, count: int, member: Callable[[int], Member | None]) -> None:
         self._count, self._member = count, member

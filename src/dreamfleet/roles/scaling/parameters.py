@@ -20,7 +20,7 @@ from dreamfleet.agents.api import Agent, Flat, policy_state
 from dreamfleet.config import RunConfig
 from dreamfleet.roles.addresses import listen_address, publish_address, server_name
 from dreamfleet.roles.checks import Count, Name, require
-from dreamfleet.roles.progress import OtherActors, Progress
+from dreamfleet.roles.progress import Progress
 from dreamfleet.roles.saver import Saver
 from dreamfleet.transport import Server
 
@@ -38,8 +38,6 @@ class Report(TypedDict):
     actor: Name
     busy: bool
     reached: bool
-    failures: Count
-    env_steps: float
     present: Count
 
 
@@ -55,7 +53,7 @@ def serve_parameters(
         yield server.publish
 
 
-class ParameterServer(OtherActors):
+class ParameterServer:
     """The learner's parameters, for the actors of other processes."""
 
     def __init__(
@@ -75,7 +73,8 @@ class ParameterServer(OtherActors):
 
     def __enter__(self) -> Self:
         self.publish()
-        self._progress.others = self
+        self._progress.senders.append(self.busy)
+        self._progress.present_elsewhere = self.present
         self._server.start(block=False)
         publish_address(self._args, "learner", self._server.address)
         return self
@@ -129,20 +128,18 @@ class ParameterServer(OtherActors):
     # --- what the agent's process asks -----------------------------------------------------------
 
     def busy(self) -> bool:
-        return any(report["busy"] for report in self._reports(_LOST_SECONDS))
+        """Whether other actors still send what they have."""
+        return any(report["busy"] for report in self._reports())
 
     def present(self) -> int:
-        return sum(report["present"] for report in self._reports(_LOST_SECONDS))
+        """Their environments that are there."""
+        return sum(report["present"] for report in self._reports())
 
-    def failures(self) -> tuple[int, float]:
-        reports = self._reports(float("inf"))
-        return sum(r["failures"] for r in reports), sum(r["env_steps"] for r in reports)
-
-    def _reports(self, seconds: float) -> list[Report]:
-        """The last reports of actors that were heard of in the last seconds."""
+    def _reports(self) -> list[Report]:
+        """The last reports of actors that were heard of lately."""
         with self._lock:
-            now = time.monotonic()
-            return [report for report, seen in self._actors.values() if now - seen < seconds]
+            since = time.monotonic() - _LOST_SECONDS
+            return [report for report, seen in self._actors.values() if seen > since]
 
 
 def packed(state: Flat) -> dict[str, Any]:

@@ -35,18 +35,16 @@ def parallel_remote_actor(make_agent: Factory, index: int, args: RunConfig) -> N
         index: Which of the actors, from 1.
         args: The run.
     """
-    stop = threading.Event()
     running: list[RemoteProgress] = []
 
     def on_stop() -> None:
-        stop.set()
         for progress in running:
             progress.stop()
 
-    stop_event(on_stop=on_stop)
+    stop = stop_event(on_stop=on_stop)
     name = server_name("actor", index)
     health = Health(health_path(args, name))
-    make, lock = unpack(make_agent), threading.Lock()
+    make = unpack(make_agent)
     agent = make(actor=index) if takes(make, "actor") else make()
     with Client(find_server(args, "learner"), f"{name}-learner", keys=args.run_keys) as learner:
         while not stop.is_set():
@@ -54,15 +52,11 @@ def parallel_remote_actor(make_agent: Factory, index: int, args: RunConfig) -> N
             running[:] = [progress]
             if stop.is_set():  # while it was made
                 return
-            with Follower(agent, progress, lock, health) as follower:
+            with Follower(agent, progress, health) as follower:
                 if follower.wait():
-                    with lock:
+                    with progress.policy_lock:
                         compile_policy(agent, policy_sizes(args, index))
-
-                    def metrics() -> dict[str, float]:
-                        return {**agent.metrics(), **follower.metrics()}
-
-                    serve_actor(agent, args, progress, index, lock, metrics)
+                    serve_actor(agent, args, progress, index)
                 progress.busy = False
                 while progress.error is None and not stop.wait(POLL_SECONDS):
                     if not progress.over():
@@ -91,13 +85,10 @@ class RemoteProgress(Progress):
     def report(self) -> None:
         """Tell the learner about this actor, and hear from it; waits until it is there. Without it
         an actor that is asked to stop goes on."""
-        failures, steps = self.env_failures
         message = {
             "actor": self.name,
             "busy": self.busy,
             "reached": self._reached,
-            "failures": failures,
-            "env_steps": steps,
             "present": self.present,
         }
         if (reply := self.ask("report", message)) is None:
@@ -141,15 +132,9 @@ class RemoteProgress(Progress):
 class Follower:
     """Keeps the parameters of an actor near those of the learner, with a thread of its own."""
 
-    def __init__(
-        self,
-        agent: Player,
-        progress: RemoteProgress,
-        lock: threading.Lock,
-        health: Health,
-    ) -> None:
-        self._agent, self._progress = agent, progress
-        self._lock, self._health = lock, health
+    def __init__(self, agent: Player, progress: RemoteProgress, health: Health) -> None:
+        self._agent, self._progress, self._health = agent, progress, health
+        progress.policy_metrics = self.metrics
         self._version = ("", 0)
         self._updates, self._made = 0, 0.0
         self._loaded, self._ended = threading.Event(), threading.Event()
@@ -203,7 +188,7 @@ class Follower:
         if (offer := self._progress.ask("parameters")) is None:
             return
         state = unpacked(offer["state"])
-        with self._lock:
+        with self._progress.policy_lock:
             load_policy(self._agent, state)
         self._made = time.monotonic() - offer["age"]
         self._version, self._updates = (offer["learner"], offer["version"]), offer["updates"]

@@ -37,14 +37,7 @@ class Reply(Protocol):
 
 class ReplayClient:
     """The replay of a run, as the actor and the learner use it. Any thread may call it; one at a
-    time draws training batches.
-
-    Args:
-        args: The run.
-        name: Shown in errors and logs.
-        maxinflight: Calls without an answer, to each shard.
-        clients: Of the shards, if they are in this process.
-    """
+    time draws training batches. If the shards are in this process, their `clients` are given."""
 
     def __init__(
         self, args: RunConfig, name: str, maxinflight: int, clients: Sequence[Client] = ()
@@ -218,12 +211,8 @@ def split_batch(
 
 
 class ChunkToShard:
-    """The shard of each chunk that was sampled lately; it never changes. Any thread may call the
-    methods.
-
-    Args:
-        most: Chunks that are remembered.
-    """
+    """The shard of each of the `most` chunks that were sampled lately; it never changes. Any thread
+    may call the methods."""
 
     def __init__(self, most: int = 1 << 16) -> None:
         self._most = most
