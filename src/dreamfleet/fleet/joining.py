@@ -67,7 +67,7 @@ _TRY_SECONDS, _PAUSE_SECONDS = 0.5, 0.1
 _SAY_SECONDS = 60.0
 _STILL_SECONDS = 10.0  # without a step, after which this machine says why
 _PORT_SECONDS = 1.0  # for a look at ports between two signs of life
-_REFUSED = "nothing listens there: the agent is starting, or a firewall refuses the connection"
+_REFUSED = "nothing listens there: the run has ended or is starting, or a firewall refuses it"
 _NO_ACTIONS = "the run sends no actions; 'dreamfleet status' says there what it waits for"
 _PLACE_PREFIX = "dreamfleet-join-"
 _KEY = "join.key"  # not the name under which a run keeps its own
@@ -108,7 +108,8 @@ def join(url: str, offer: Offer, *, logdir: Path | None, patience: float, say: S
     with sigterm_interrupts(), _place(logdir) as place:
         keys.save(place / _KEY)
         try:
-            _check_port(address)
+            if problem := closed_port({"join": address}, _PROBE_SECONDS):
+                raise JoinError(f"{problem}, and those that stand below the run's line.")
             with Client(address.text, "join", keys=keys, patience=_CONNECT_SECONDS) as client:
                 _Machine(address, offer, place, patience, say).serve(client)
         except KeyboardInterrupt:
@@ -234,9 +235,14 @@ class _Machine:
         )
         self._probe_env(config, described.spaces)
         # One at whose port nothing listens may start later.
-        if problem := self._closed_port(described.addresses, _PROBE_SECONDS, ignore=_REFUSED):
+        servers = self._servers(described.addresses)
+        if problem := closed_port(servers, _PROBE_SECONDS, ignore=_REFUSED):
             raise JoinError(f"{problem}.")
         return config
+
+    def _servers(self, told: Mapping[str, str]) -> dict[str, Address]:
+        """The servers of the run that this machine calls."""
+        return {"join": self._address, **called_servers(self._address, told)}
 
     def _probe_env(self, config: RunConfig, spaces: str) -> None:
         """Make an environment once, so that one that does not work here is told before it joins."""
@@ -258,23 +264,6 @@ class _Machine:
         _check_spaces(config.task, spaces, (probe.obs_space, probe.act_space))
         for note in probe.notes:
             self._say(note)
-
-    def _closed_port(self, told: Mapping[str, str], seconds: float, ignore: str = "") -> str:
-        """The first server of the run that cannot be reached from here, and all ports that have to
-        be open, without a period; empty if all are reached."""
-        servers = called_servers(self._address, told)
-        for name, address in servers.items():
-            if (problem := port_problem(address, seconds)) in ("", ignore):
-                continue
-            ports: dict[str, list[str]] = {}
-            for each in (self._address, *servers.values()):
-                ports.setdefault(each.host, []).append(str(each.port))
-            every = " and ".join(f"{', '.join(each)} of {host}" for host, each in ports.items())
-            return (
-                f"TCP port {address.port} of {address.host} ({name}) cannot be reached: {problem}. "
-                f"Ports that have to be open for this machine: {every}"
-            )
-        return ""
 
     # --- serving ---------------------------------------------------------------------------------
 
@@ -299,8 +288,8 @@ class _Machine:
             self._say(f"{readable(self._steps)} steps, {rate} steps/s")
         if now - self._moved > _STILL_SECONDS:
             self._moved = now
-            self._why = self._closed_port(answer.addresses, _PORT_SECONDS)[:1000]
-            self._why = self._why or workers.hanging()
+            closed = closed_port(self._servers(answer.addresses), _PORT_SECONDS)
+            self._why = closed[:1000] or workers.hanging()
             # Between two rounds of evaluation there is nothing to do.
             if not self._told and (self._why or self._offer.envs):
                 self._told = True
@@ -419,8 +408,24 @@ def called_servers(joined_at: Address, told: Mapping[str, str]) -> dict[str, Add
     return servers
 
 
-def port_problem(address: Address, seconds: float) -> str:
-    """Why nothing is reached at an address, which the transport only knows as silence."""
+def closed_port(servers: Mapping[str, Address], seconds: float, ignore: str = "") -> str:
+    """The first server that cannot be reached from here, which the transport only knows as silence,
+    and all ports that have to be open, without a period; empty if all are reached."""
+    for name, address in servers.items():
+        if (problem := _port_problem(address, seconds)) in ("", ignore):
+            continue
+        ports: dict[str, list[str]] = {}
+        for each in servers.values():
+            ports.setdefault(each.host, []).append(str(each.port))
+        every = " and ".join(f"{', '.join(each)} of {host}" for host, each in ports.items())
+        return (
+            f"TCP port {address.port} of {address.host} ({name}) cannot be reached: {problem}. "
+            f"Ports that have to be open for this machine: {every}"
+        )
+    return ""
+
+
+def _port_problem(address: Address, seconds: float) -> str:
     try:
         socket.create_connection((address.host, address.port), timeout=seconds).close()
     except socket.gaierror:
@@ -451,41 +456,16 @@ def _check_spaces(task: str, run: str, here: tuple[Spaces, Spaces]) -> None:
         )
 
 
-# --- getting there -------------------------------------------------------------------------------
-
-
-def _check_port(address: Address) -> None:
-    """Say why the run cannot be reached."""
-    problem = port_problem(address, _PROBE_SECONDS)
-    if problem == _REFUSED:
-        problem = (
-            "nothing listens there: the run has ended or was started without --bind, or the port "
-            "is another one. 'dreamfleet resume' starts it again"
-        )
-    if problem:
-        raise JoinError(
-            f"{address.host}:{address.port} cannot be reached: {problem}. Check the address, and "
-            f"that TCP port {address.port} and the others that stand below the run's line are open "
-            "for this machine."
-        )
-
-
 def _unreachable(address: Address, text: str) -> str:
-    there = f"{address.host}:{address.port}"
+    there, again = f"{address.host}:{address.port}", "'dreamfleet invite DIR' prints a line there."
     if _REFUSED_KEY in text:
-        return (
-            f"The run at {there} refused the key: it was revoked, or is another run's. Ask for a "
-            "new line, which 'dreamfleet invite DIR' prints there."
-        )
+        return f"The run at {there} refused the key: it was revoked, or is another run's. {again}"
     if _OTHER_KEY in text:
         return (
             f"What listens at {there} does not know this key: it is another run, or the line was "
-            "not copied whole. 'dreamfleet invite DIR' prints it again there."
+            f"not copied whole. {again}"
         )
     return f"The run at {there} does not answer: {text} It may have ended."
-
-
-# --- this machine --------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -31,7 +31,6 @@ import msgspec
 from msgspec import Meta
 
 from dreamfleet import __version__
-from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.fleet.launchers import RestartPolicy, Worker
@@ -65,7 +64,6 @@ MAX_ENVS = 1 << 17
 OUTPUT_LENGTH = 8000
 _AWAY_SECONDS = 4.0
 _RATE_SECONDS = 20.0
-_CHECK_SECONDS = 2.0
 _KEPT_MACHINES = 16  # of those that have left
 _GOODBYE_SECONDS = 3.0
 _LOST = -9
@@ -289,7 +287,6 @@ class JoinedNodes:
             self._newest = int(time.time())  # above all that count starts
             log.warning("%s", error)
         self._chunk_bytes = _chunk_bytes(run)
-        self._room = {False: _room(run, self._chunk_bytes), True: MAX_ENVS}
         self._description, self._host = _description(run), parse(address).host
         self._over = ""
         self._stop = threading.Event()
@@ -379,7 +376,6 @@ class JoinedNodes:
             )
         if run.eval_every and asked.eval_envs:
             raise Refused("This run plays its evaluations itself (eval_every): use --envs only.")
-        self._check_disk(asked.envs + asked.eval_envs)
         name = self._unused_name(asked.host)
         fences: dict[str, Fence] = {}
         ids = self._free_ids(asked)
@@ -415,36 +411,37 @@ class JoinedNodes:
 
     def _free_ids(self, asked: Asked) -> tuple[int, ...]:
         """The lowest ids that are free, after the run's own: the streams of the replay stay few."""
-        nodes = self._nodes.values()
-        for is_eval, wanted in ((False, asked.envs), (True, asked.eval_envs)):
-            joined = sum(node.count(is_eval=is_eval) for node in nodes)
-            if wanted and joined + wanted > self._room[is_eval]:
-                kind = "evaluation" if is_eval else "training"
-                raise Refused(
-                    f"{wanted} more {kind} environments are too many: {joined} have joined, and "
-                    f"there is room for {self._room[is_eval]} in the run's replay."
-                )
-        used = {envid for node in nodes for each in node.fences.values() for envid in each.ids}
+        wanted = asked.envs + asked.eval_envs
+        used = {
+            envid
+            for node in self._nodes.values()
+            for each in node.fences.values()
+            for envid in each.ids
+        }
+        if wanted > (room := self._room(len(used))):
+            raise Refused(
+                f"{wanted} more environments are too many: {len(used)} have joined, and the replay "
+                f"and the disk of the run have room for {room} more."
+            )
         free = (envid for envid in count(self._run.all_envs) if envid not in used)
-        return tuple(islice(free, asked.envs + asked.eval_envs))
+        return tuple(islice(free, wanted))
+
+    def _room(self, joined: int) -> int:
+        """Environments that may still join: each has a stream in the replay, which reserves files,
+        and one at least has to become long enough to learn from."""
+        run, files = self._run, 2 * self._chunk_bytes
+        room = min(MAX_ENVS, run.replay.capacity // run.window - run.envs) - joined
+        if files and run.replay.max_bytes:
+            room = min(room, run.replay.max_bytes // files - run.envs - joined)
+        if files and not run.remote_replay:  # a full disk would end the run
+            room = min(room, shutil.disk_usage(run.logdir).free // files)
+        return max(0, room)
 
     def _unused_name(self, host: str) -> str:
         name = "".join(letter if letter.isprintable() else "?" for letter in host).replace("/", "-")
         taken = {node.name for node in self._nodes.values()}
         names = (name if number == 1 else f"{name} ({number})" for number in count(1))
         return next(each for each in names if each not in taken)
-
-    def _check_disk(self, envs: int) -> None:
-        """The replay reserves its files for each environment, and a full disk would end the run."""
-        if self._run.remote_replay or not self._chunk_bytes:
-            return
-        free = shutil.disk_usage(self._run.logdir).free
-        if 2 * envs * self._chunk_bytes > free:
-            most = free // (2 * self._chunk_bytes)
-            raise Refused(
-                f"The disk of the run has room for {most} more environments, not {envs}: join with "
-                "fewer, or make room there."
-            )
 
     # --- machines that leave ---------------------------------------------------------------------
 
@@ -468,13 +465,12 @@ class JoinedNodes:
                 self._drop(key, f"was not heard of for {LOST_SECONDS:g} s")
 
     def _keep(self) -> None:
-        """Look for machines that are gone, and tell the logger of the others."""
-        should_log, run = LocalClock(self._run.log_every), self._run
-        logger = LoggerClient(run, "nodes", 2)
+        """Drop machines that are gone, and tell the logger of the others."""
+        logger = LoggerClient(self._run, "nodes", 2)
         try:
-            while not self._stop.wait(min(_CHECK_SECONDS, run.log_every)):
+            while not self._stop.wait(self._run.log_every):
                 machines = self.machines()
-                if should_log() and logger.stats()["inflight"] < 2:
+                if logger.stats()["inflight"] < 2:
                     with suppress(TransportError):  # it is restarting, and the next ones follow
                         logger.call("add", -1, metrics(machines))
         finally:
@@ -517,15 +513,6 @@ def addresses(run: RunConfig, host: str) -> dict[str, str]:
             text = f"tcp://*:{parsed.port}" if here else parsed.text
             found[server_name("actor", index)] = text
     return found
-
-
-def _room(run: RunConfig, chunk_bytes: int) -> int:
-    """Training environments that may join: each has a stream in the replay, and one at least has
-    to become long enough to learn from."""
-    most = run.replay.capacity // run.window
-    if run.replay.max_bytes and chunk_bytes:
-        most = min(most, run.replay.max_bytes // (2 * chunk_bytes))
-    return max(0, min(MAX_ENVS, most - run.envs))
 
 
 def _chunk_bytes(run: RunConfig) -> int:
