@@ -115,7 +115,6 @@ def combined(
         fleet_workers(make, run),
         launcher,
         logdir=run.logdir,
-        launcher_name=run.launcher,
         duration=run.duration,
         say=say,
     )
@@ -170,14 +169,8 @@ def parallel_envs(
     say: Say = silent,
     ids: range | None = None,
 ) -> None:
-    """Run environments of a run on this machine, for an agent that is elsewhere, until stopped.
-
-    Args:
-        make_env_train, make_env_eval: Called with an environment's id.
-        args: The run.
-        say: Takes lines to show.
-        ids: Which of the run's environments; None for all.
-    """
+    """Run environments of a run on this machine, all or some of them, for an agent that is
+    elsewhere, until stopped."""
     workers = env_workers(make_env_train, make_env_eval, args, ids)
     if not workers:
         raise ConfigError(

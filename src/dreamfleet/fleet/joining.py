@@ -1,9 +1,8 @@
 """A machine that joins a run with its environments: what `dreamfleet join` does.
 
 It asks the run's supervisor every second what to run (`dreamfleet.fleet.nodes`), and starts and
-ends processes accordingly. It calls the supervisor and the actors only. What the
-supervisor says about addresses goes into a registry of this machine's own, so that
-environments here find the actor as they do everywhere.
+ends processes accordingly. The addresses of the actors go into a registry of this machine's own,
+where environments find them as they do everywhere.
 """
 
 from __future__ import annotations
@@ -98,12 +97,7 @@ class Offer:
 
 
 def join(url: str, offer: Offer, *, logdir: Path | None, patience: float, say: Say) -> None:
-    """Serve a run with environments of this machine until it is over, or until Ctrl-C.
-
-    Raises:
-        ConfigError: What was typed cannot work.
-        JoinError: The run cannot be reached, or does not want this machine.
-    """
+    """Serve a run with environments of this machine until it is over, or until Ctrl-C."""
     address, keys = read_url(url)
     with sigterm_interrupts(), _place(logdir) as place:
         keys.save(place / _KEY)
@@ -157,19 +151,13 @@ class _Machine:
                 raise
         self._say(f"{answer.over} This machine's part is done.")
 
-    # --- asking ----------------------------------------------------------------------------------
-
     def _asked(self, digest: str = "", envs_per_process: int = 1) -> Asked:
         host = socket.gethostname()[:90] or "machine"
         numbers = self._offer.envs, self._offer.eval_envs, envs_per_process
         return Asked(__version__, digest, host, *numbers)
 
     def _ask(self, client: Client, asked: Asked, workers: _Workers) -> Answer:
-        """What to run now. Environments wait for a run that does not answer.
-
-        Raises:
-            JoinError: The run refuses this machine, or does not answer for too long.
-        """
+        """What to run now. Environments wait for a run that does not answer, but not too long."""
         begin, silent = time.monotonic(), False
         while True:
             report = MachineReport(workers.report(), self._why)
@@ -212,8 +200,6 @@ class _Machine:
                 "version of Dreamfleet on both machines."
             ) from None
 
-    # --- joining ---------------------------------------------------------------------------------
-
     def _tried(self, described: Answer) -> RunConfig:
         """The run as this machine's environments see it, once they were made here and the run's
         servers were reached. Imports nothing that the run names, unless that is allowed."""
@@ -241,7 +227,6 @@ class _Machine:
         return config
 
     def _servers(self, told: Mapping[str, str]) -> dict[str, Address]:
-        """The servers of the run that this machine calls."""
         return {"join": self._address, **called_servers(self._address, told)}
 
     def _probe_env(self, config: RunConfig, spaces: str) -> None:
@@ -265,16 +250,14 @@ class _Machine:
         for note in probe.notes:
             self._say(note)
 
-    # --- serving ---------------------------------------------------------------------------------
-
     def _follow(self, answer: Answer, workers: _Workers) -> None:
         """Run what the answer says, and say how it goes."""
         now = time.monotonic()
         if not self._name:
             self._name = answer.name
             self._say(
-                f"Joined {workers.config.task} as {self._name} with {_counted(self._offer)}; logs "
-                f"are in {self._place / 'logs'}. Ctrl-C leaves."
+                f"Joined {workers.config.task} as {self._name}; logs are in "
+                f"{self._place / 'logs'}. Ctrl-C leaves."
             )
         with suppress(OSError):  # a full disk; those of before may still be right
             publish_addresses(self._place, self._address, answer.addresses)
@@ -303,7 +286,7 @@ class _Started(NamedTuple):
 
 
 class _Workers:
-    """The processes of this machine. Which ones there are is decided by the run's supervisor."""
+    """The processes of this machine, as the run's supervisor wants them."""
 
     config: RunConfig
     """The run, once it is known."""
@@ -320,7 +303,6 @@ class _Workers:
         self.end()
 
     def begin(self, config: RunConfig) -> None:
-        """Run environments of this run from now on."""
         self.config = config
         shutil.rmtree(health_path(config, ""), ignore_errors=True)  # counts are of this run
 
@@ -349,7 +331,6 @@ class _Workers:
         return _Started(order, self._launcher.start(worker), worker.health)
 
     def report(self) -> dict[str, WorkerReport]:
-        """How the workers are doing."""
         found, self.steps = {}, 0
         for name, (order, process, path) in self._started.items():
             health, code = replace(read_health(path), traceback=""), process.wait(0)
@@ -379,14 +360,6 @@ class _Workers:
         self._started.clear()
 
 
-def _counted(offer: Offer) -> str:
-    words = []
-    for number, kind in ((offer.envs, "training"), (offer.eval_envs, "evaluation")):
-        if number:
-            words.append(f"{number} {kind} environment{'s' if number > 1 else ''}")
-    return " and ".join(words)
-
-
 def publish_addresses(place: Path, joined_at: Address, addresses: Mapping[str, str]) -> None:
     """Keep where the servers of the run listen that a machine may call."""
     registry = Registry(place)
@@ -396,8 +369,8 @@ def publish_addresses(place: Path, joined_at: Address, addresses: Mapping[str, s
 
 
 def called_servers(joined_at: Address, told: Mapping[str, str]) -> dict[str, Address]:
-    """The servers that a machine may call, of those that the run has told of. The host `*` is
-    the one at which this machine has joined."""
+    """The servers that a machine may call, of those that it was told of. The host `*` is the one at
+    which it has joined."""
     servers = {}
     for name, text in told.items():
         with suppress(TransportError):
@@ -470,11 +443,7 @@ def _unreachable(address: Address, text: str) -> str:
 
 @contextmanager
 def _place(logdir: Path | None) -> Iterator[Path]:
-    """A directory for what environments need, and for their logs.
-
-    Raises:
-        ConfigError: It is the directory of a run.
-    """
+    """A directory for what environments need, and for their logs; not that of a run."""
     if logdir is None:
         with temporary_folder(_PLACE_PREFIX) as place:
             yield place

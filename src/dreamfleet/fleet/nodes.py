@@ -1,10 +1,8 @@
 """Machines that join a run: each is a node that asks the run's supervisor what to start.
 
-A machine asks every second what to run (`poll`), with a random token. One that does not know the
-run's settings is told them. One that the run does not know, because it is new, was lost, or the run
+A machine asks every second what to run (`poll`), with a random token, and reports the health of its
+workers and how they ended. One that the run does not know, because it is new, was lost, or the run
 was resumed, joins with that. The answer lists workers as plain data, and where the actors listen.
-With each question the machine reports the health of its workers and how they ended. The supervisor
-restarts them by the same policy as its own workers.
 
 Environments are fenced by incarnations (`dreamfleet.roles.fences`), so a machine that comes back
 after its ids were given to another one cannot act in them any more.
@@ -115,7 +113,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     over: str
     """How the run ended; empty if it has not."""
     digest: str
-    """Of the run's settings and spaces, which follow for a machine that knows others."""
+    """Of the run's `config` and `spaces`, which a machine is told that knows others."""
     addresses: dict[str, str]
     config: str = ""
     spaces: str = ""
@@ -151,7 +149,6 @@ class MachineWorker:
         return self._output
 
     def take(self, report: WorkerReport) -> None:
-        """What its machine reports of it."""
         self.pid = report.pid
         if report.code is not None:
             self._output = _printable(report.output)
@@ -184,8 +181,6 @@ class Machine:
     reports: dict[str, HealthRecord] = field(default_factory=dict)
     rate: Rate = field(default_factory=partial(Rate, _RATE_SECONDS))
 
-    # --- as a node -------------------------------------------------------------------------------
-
     def start(self, worker: Worker) -> MachineWorker:
         return self.start_worker(self, worker.name)
 
@@ -193,15 +188,10 @@ class Machine:
         return Path(f"{self.name}:logs") / f"{_local(worker.name)}.log"
 
     def dismiss(self, why: str) -> None:
-        """Send the machine away."""
         self.dismissed = why
         self.end()
 
-    # --- what it runs and reports ----------------------------------------------------------------
-
     def workers(self, run: RunConfig) -> list[Worker]:
-        """Its workers, for the supervisor."""
-
         def health(name: str) -> HealthRecord:
             found = self.reports.get(name, HealthRecord())
             # NaN elsewhere ends the run only if it is set to.
@@ -220,7 +210,6 @@ class Machine:
         }
 
     def take(self, report: MachineReport, now: float) -> None:
-        """What the machine reports."""
         self.heard, self.why = now, _printable(report.why)
         for name, worker in list(self.running.items()):
             told = report.workers.get(_local(name))
@@ -234,7 +223,6 @@ class Machine:
             worker.end(STOPPED)
 
     def count(self, *, is_eval: bool) -> int:
-        """Its environments of one kind."""
         return sum(len(each.ids) for each in self.fences.values() if each.is_eval == is_eval)
 
     @property
@@ -242,7 +230,6 @@ class Machine:
         return sum(each.steps for each in self.reports.values())
 
     def status(self, now: float) -> MachineStatus:
-        """As it is shown."""
         failed = max(self.reports.values(), key=lambda each: each.failures, default=HealthRecord())
         away = now - self.heard > _AWAY_SECONDS
         gone = self.left is not None
@@ -261,14 +248,7 @@ class Machine:
 
 
 class JoinedNodes:
-    """Serves machines that join, until the block ends.
-
-    Args:
-        run: The run.
-        address: Where they join.
-        supervisor: Starts and restarts their workers.
-        clock: Seconds, rising.
-    """
+    """Serves machines that join at an address, until the block ends."""
 
     def __init__(
         self,
@@ -355,7 +335,6 @@ class JoinedNodes:
             return msgspec.to_builtins(Answer(over=self._over, addresses=told, **found))
 
     def leave(self, caller: Caller, token: Name) -> None:
-        """A machine leaves."""
         with self._lock:
             if (caller.name, token) in self._nodes:
                 self._drop((caller.name, token), "")
@@ -387,11 +366,8 @@ class JoinedNodes:
         return Machine(name, invitation, fences, now, now, self._start)
 
     def _start(self, node: Machine, name: str) -> MachineWorker:
-        """Start a worker with the next incarnation, which may act from then on.
-
-        Raises:
-            OSError: It cannot be recorded, so the worker is not started.
-        """
+        """Start a worker with the next incarnation, which may act from then on. If that cannot be
+        recorded (`OSError`), the worker is not started."""
         with self._lock:
             self._newest += 1
             fence = replace(node.fences[name], incarnation=self._newest)
@@ -405,19 +381,14 @@ class JoinedNodes:
 
     def _write(self) -> None:
         """Record which environments may act."""
-        nodes = self._nodes.values()
-        fences = tuple(each.fence for node in nodes for each in node.running.values())
+        fences = tuple(e.fence for node in self._nodes.values() for e in node.running.values())
         write_fences(self._run.logdir, Fences(self._newest, fences))
 
     def _free_ids(self, asked: Asked) -> tuple[int, ...]:
         """The lowest ids that are free, after the run's own: the streams of the replay stay few."""
         wanted = asked.envs + asked.eval_envs
-        used = {
-            envid
-            for node in self._nodes.values()
-            for each in node.fences.values()
-            for envid in each.ids
-        }
+        fences = [each for node in self._nodes.values() for each in node.fences.values()]
+        used = {envid for each in fences for envid in each.ids}
         if wanted > (room := self._room(len(used))):
             raise Refused(
                 f"{wanted} more environments are too many: {len(used)} have joined, and the replay "

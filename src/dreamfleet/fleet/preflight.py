@@ -23,7 +23,7 @@ from dreamfleet.errors import ConfigError, install_command
 from dreamfleet.fleet.factories import environment
 from dreamfleet.fleet.isolated import EnvProbe, probe_env, probe_in_subprocess
 from dreamfleet.fleet.launchers import find_launcher
-from dreamfleet.fleet.workers import worker_names
+from dreamfleet.fleet.workers import env_workers
 from dreamfleet.formatting import readable
 from dreamfleet.memory import memory_free
 from dreamfleet.metrics.outputs.prometheus import check_port
@@ -33,6 +33,7 @@ from dreamfleet.presets import PRESETS
 from dreamfleet.resuming import differences, holds_run, shortened
 from dreamfleet.roles.addresses import SERVERS, listen_address
 from dreamfleet.roles.progress import limiter_for
+from dreamfleet.roles.serial import takes_turns
 from dreamfleet.roles.spaces_file import read_spaces
 from dreamfleet.settings import Mark, load_object
 from dreamfleet.spaces import space_differences, summary, without_logs, without_reset
@@ -59,11 +60,7 @@ def preflight(
     Args:
         config: The run.
         make_env: Called with an environment's number; None for the environment of the task.
-        say: Takes lines to print. The first one comes before the environment is made, which may
-            take long.
-
-    Returns:
-        What was found, with notes on the run.
+        say: Takes lines to print; the first one before the environment is made.
 
     Raises:
         ConfigError: Something does not fit; the message holds the numbers and the fix.
@@ -126,9 +123,8 @@ def column_bytes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> dic
 
 
 def step_bytes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> int:
-    """Bytes of a step in the replay."""
-    tick = 8
-    return tick + sum(column_bytes(config, obs_space, act_space).values())
+    """Bytes of a step in the replay, with its tick."""
+    return 8 + sum(column_bytes(config, obs_space, act_space).values())
 
 
 def replay_bytes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> float:
@@ -290,9 +286,9 @@ def check_memory(
 ) -> None:
     """Environments that do not fit would be killed by the machine one after the other. The first
     one of a process takes more memory: the code that it loads."""
-    processes = sum(name.startswith("env-") for name in worker_names(config))
-    if not processes:
+    if config.remote_envs or takes_turns(config):
         return
+    processes = len(env_workers(print, print, config))
     needed = processes * (_PROCESS_BYTES + env_bytes)
     needed += (config.all_envs - processes) * further_bytes
     free = memory_free() if available is None else available
@@ -310,26 +306,17 @@ def check_disk(
     """A replay that fills the disk would end the run in the middle."""
     there = _nearest(config.logdir)
     room = shutil.disk_usage(there).free if free is None else free
-    if config.remote_replay:
-        if room < _OTHER_DISK_BYTES:
-            raise ConfigError(
-                f"A run takes about {readable(_OTHER_DISK_BYTES)}B of disk besides its replay, and "
-                f"{there} has room for {readable(room)}B: make room, or choose another --logdir."
-            )
-        return
-    replay = config.replay
     step = step_bytes(config, obs_space, act_space)
-    needed = replay_bytes(config, obs_space, act_space)
-    taken = sum(
-        path.stat().st_size
-        for name in ("replay", "eval_replay", "replay-*", "eval_replay-*")
-        for path in config.logdir.glob(f"{name}/*")
-    )
-    room += taken
+    needed = 0.0
+    if not config.remote_replay:
+        needed = replay_bytes(config, obs_space, act_space)
+        folders = ("replay", "eval_replay", "replay-*", "eval_replay-*")
+        taken = [path for name in folders for path in config.logdir.glob(f"{name}/*")]
+        room += sum(path.stat().st_size for path in taken)
     if needed + _OTHER_DISK_BYTES > room:
         raise ConfigError(
             f"The replay takes {readable(needed)}B of disk when it is full, at {step:,} bytes a "
             f"step, everything else about {readable(_OTHER_DISK_BYTES)}B, and {there} has room for "
-            f"{readable(room)}B: lower replay.capacity ({replay.capacity:,} steps), bound the "
-            "files with replay.max_bytes, or choose another --logdir."
+            f"{readable(room)}B: make room, lower replay.capacity ({config.replay.capacity:,} "
+            "steps), bound the files with replay.max_bytes, or choose another --logdir."
         )

@@ -363,8 +363,8 @@ def test_a_disk_that_the_replay_would_fill_is_refused(tmp_path: Path) -> None:
         check_disk(config, *spaces, free=needed - 1)
     assert str(caught.value) == (
         f"The replay takes 124MB of disk when it is full, at 12,307 bytes a step, everything else "
-        f"about 100MB, and {tmp_path} has room for 224MB: lower replay.capacity (1,000,000 steps), "
-        "bound the files with replay.max_bytes, or choose another --logdir."
+        f"about 100MB, and {tmp_path} has room for 224MB: make room, lower replay.capacity "
+        "(1,000,000 steps), bound the files with replay.max_bytes, or choose another --logdir."
     )
     named = {setting.path for setting in config.settings()}
     assert {"replay.capacity", "replay.max_bytes"} <= named
@@ -380,7 +380,7 @@ def test_a_disk_that_the_replay_would_fill_is_refused(tmp_path: Path) -> None:
     check_disk(config, *spaces, free=needed - 10_000)
     elsewhere = config.changed({"remote_replay": True, "replay_addr": "tcp://h:1"})
     check_disk(elsewhere, *spaces, free=beside)
-    with pytest.raises(ConfigError, match=r"besides its replay, and .* has room for 0B: make"):
+    with pytest.raises(ConfigError, match=r"else about 100MB, and .* has room for 0B: make"):
         check_disk(elsewhere, *spaces, free=0)
 
 
