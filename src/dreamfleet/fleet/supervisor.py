@@ -416,26 +416,26 @@ class _Member:
 
     def describe_exit(self, code: int) -> str:
         """How it ended, with one line on why, if it has said it."""
-        how, reason = self._how_and_why(code)
+        how = f"ended with code {code}" if code >= 0 else f"was killed by signal {-code}"
+        reason = self._reason(code)
         self.failure = reason or how
         return f"{how} ({reason})" if reason else how
 
-    def _how_and_why(self, code: int) -> tuple[str, str]:
-        """The reason is its exception, or that it hung; empty if it did not say."""
+    def _reason(self, code: int) -> str:
+        """Its exception, or that it hung; empty if it did not say."""
         if code < 0:
-            return f"was killed by signal {-code}", str(self.running.error or "")[:_REASON_LENGTH]
-        how = f"ended with code {code}"
+            return str(self.running.error or "")[:_REASON_LENGTH]
         if is_full(folder := self.log_file.parent):  # it could not even write why
-            return how, f"the disk of {folder} is full: make room, and the run continues"
+            return f"the disk of {folder} is full: make room, and the run continues"
         lines = self.output().splitlines()
         if hung := next((line for line in reversed(lines) if line.startswith(_HUNG)), None):
-            health, seconds = self.health(), hung.removeprefix(_HUNG).rstrip(")!")
-            doing = f"{health.doing} environment {health.envid}"
-            who = "it" if health.doing == "waiting" else doing
-            return how, f"{who} hung for {seconds}"
+            health = self.health()
+            who = f"{health.doing} environment {health.envid}"
+            who = "it" if health.doing == "waiting" else who
+            return f"{who} hung for {hung.removeprefix(_HUNG).rstrip(')!')}"
         if not any(line.startswith("Traceback") for line in lines):
-            return how, ""
-        return how, [line for line in lines if line[:1].strip()][-1][:_REASON_LENGTH]
+            return ""
+        return [line for line in lines if line[:1].strip()][-1][:_REASON_LENGTH]
 
     def status(self, fleet: RunState) -> WorkerStatus:
         running = self.running if self.alive else _NotStarted()
