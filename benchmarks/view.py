@@ -142,7 +142,7 @@ def _rates(path: Path) -> list[float]:
 def _made_up(logdir: Path, rows: int) -> None:
     logdir.mkdir(parents=True)
     _configure(logdir, seed=0)
-    write_record(logdir, FleetRecord(1, 1.0, "bench", "local", 1000.0, (), "ended"))
+    write_record(logdir, FleetRecord(1, 1.0, "bench", 1000.0, (), "ended"))
     (logdir / "metrics.jsonl").write_text("".join(_metrics(10 * n) for n in range(rows)))
     (logdir / "scores.jsonl").write_text("".join(_score(10 * n) for n in range(rows)))
 

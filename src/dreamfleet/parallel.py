@@ -91,11 +91,7 @@ def combined(
     """Run the whole fleet under the supervisor; returns when the run is over.
 
     Args:
-        make_agent: Returns the agent.
-        make_replay_train, make_replay_eval: Return the buffers.
-        make_env_train, make_env_eval: Called with an environment's id.
-        make_stream: Called with a buffer and a mode, returns an iterator of batches.
-        make_logger: Returns the output of metrics.
+        make_agent, and so on: Make the parts of the run, see `Factories`.
         args: The run.
         say: Takes lines to show.
         progress: Takes the lines that tell now and then how far the run is; None for `say`.
@@ -115,7 +111,6 @@ def combined(
         fleet_workers(make, run),
         launcher,
         logdir=run.logdir,
-        launcher_name=run.launcher,
         duration=run.duration,
         say=say,
     )
@@ -170,14 +165,8 @@ def parallel_envs(
     say: Say = silent,
     ids: range | None = None,
 ) -> None:
-    """Run environments of a run on this machine, for an agent that is elsewhere, until stopped.
-
-    Args:
-        make_env_train, make_env_eval: Called with an environment's id.
-        args: The run.
-        say: Takes lines to show.
-        ids: Which of the run's environments; None for all.
-    """
+    """Run environments of a run on this machine, all or some of them, for an agent that is
+    elsewhere, until stopped."""
     workers = env_workers(make_env_train, make_env_eval, args, ids)
     if not workers:
         raise ConfigError(
@@ -235,8 +224,8 @@ def _bound(run: RunConfig, launcher: Launcher) -> tuple[RunConfig, Place]:
 
 
 def _prepared(args: RunConfig, launcher: Launcher) -> tuple[RunConfig, Place | None]:
-    """The run as its workers see it: with addresses, a key if it uses tcp, and its configuration
-    in its directory, where others find it. And where machines join, if they may."""
+    """The run as its workers see it, with addresses and a key if it uses tcp, and where machines
+    join, if they may. Others find its configuration in its directory."""
     args.logdir.mkdir(parents=True, exist_ok=True)
     remove_addresses(args.logdir, elsewhere=_elsewhere(args))  # of a run that was killed
     health_path(args, STARTED).unlink(missing_ok=True)

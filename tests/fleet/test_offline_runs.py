@@ -22,7 +22,7 @@ from dreamfleet.fleet.factories import agent as make_agent
 from dreamfleet.fleet.factories import factories
 from dreamfleet.fleet.factories import replay as make_replay
 from dreamfleet.fleet.preflight import preflight
-from dreamfleet.fleet.workers import worker_names
+from dreamfleet.fleet.workers import fleet_workers
 from dreamfleet.offline import check_sources, copy_steps, find_source
 from dreamfleet.parallel import combined
 from dreamfleet.policy import BLUEPRINT, read_blueprint
@@ -220,4 +220,5 @@ def test_the_command_trains_offline(
     blueprint = read_blueprint(tmp_path / "run")
     assert blueprint.config.offline == (str(collected), str(tmp_path / "copy"))
     assert blueprint.config.env_options == {"length": 25, "size": (8, 8)}
-    assert worker_names(blueprint.config) == ["agent", "replay", "logger"]
+    workers = fleet_workers(factories(blueprint.config), blueprint.config)
+    assert [worker.name for worker in workers] == ["agent", "replay", "logger"]

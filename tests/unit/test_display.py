@@ -47,7 +47,6 @@ STATUS = RunStatus(
     pid=1,
     created=0.0,
     host="here",
-    launcher="local",
     started=0.0,
     config=RunConfig(steps=12_000, logdir=Path("runs/pole"), envs=2),
     state="running",

@@ -19,14 +19,12 @@ _NOWHERE = "192.0.2.1"  # an address for examples, which is never in use
 
 
 class Binding(NamedTuple):
-    """Where to listen."""
+    """Where to listen (a number, or 0.0.0.0 for all), what other machines type, and the port, which
+    is 0 if any will do."""
 
     listen: str
-    """A number, or 0.0.0.0 for all."""
     shown: str
-    """What other machines type."""
     port: int
-    """0 if any will do."""
 
 
 Addresses = Mapping[str, Collection[str]]
@@ -34,15 +32,8 @@ Addresses = Mapping[str, Collection[str]]
 
 
 def parse_bind(text: str, here: Addresses | None = None) -> Binding:
-    """Where to listen, as the setting `bind` says.
-
-    Args:
-        text: 0.0.0.0, a name or an address of this machine, or an interface; each also with :PORT.
-        here: What this machine has; None to ask it.
-
-    Raises:
-        ConfigError: It is nothing of this machine's.
-    """
+    """Where to listen, as the setting `bind` says: 0.0.0.0, a name or an address of this machine,
+    or an interface, each also with :PORT. Anything else is a `ConfigError`."""
     host, port = _split(text)
     interfaces = _interfaces() if here is None else here
     if host in _EVERYWHERE:
@@ -57,9 +48,8 @@ def parse_bind(text: str, here: Addresses | None = None) -> Binding:
     mine = [number for number in numbers if number in known or _loopback(number)]
     if not mine:
         has = ", ".join(f"{name} ({', '.join(own)})" for name, own in interfaces.items() if own)
-        what = f"resolves to {numbers[0]}, which is" if numbers and numbers[0] != host else "is"
         raise ConfigError(
-            f"bind={text}: {host} {what} no address of this machine. Write 0.0.0.0 for all of its "
+            f"bind={text}: {host} is no address of this machine. Write 0.0.0.0 for all of its "
             f"networks, or one of them: {has}."
         )
     far = [number for number in mine if not _loopback(number)]
@@ -74,12 +64,8 @@ def parse_bind(text: str, here: Addresses | None = None) -> Binding:
 def choose_port(
     listen: str, wanted: int, taken: Collection[int] = (), *, only: bool = False, count: int = 1
 ) -> int:
-    """A free port: the wanted one, or else the next. With `only` no other one will do. Of several,
-    which follow each other, it is the first.
-
-    Raises:
-        ConfigError: It is not free.
-    """
+    """A free port: the wanted one, or else the next, unless there is no other than `only` that one.
+    Of several, which follow each other, it is the first."""
     for port in range(wanted, min(wanted + (1 if only else _PORTS_TRIED), 65536)):
         several = range(port, min(port + count, 65536))
         if len(several) == count and all(p not in taken and _free(listen, p) for p in several):

@@ -46,12 +46,8 @@ _claimed: set[Path] = set()
 
 @contextmanager
 def claim_directory(logdir: Path, say: Callable[[str], None] = log.warning) -> Iterator[None]:
-    """Make this process the only supervisor in this directory, until the block ends.
-
-    Raises:
-        ConfigError: Another process runs a fleet in this directory, or nothing can be written to
-            it.
-    """
+    """Make this process the only supervisor in this directory until the block ends. It is a
+    `ConfigError` if another process runs a fleet there, or if nothing can be written."""
     try:
         logdir.mkdir(parents=True, exist_ok=True)
         lock = (logdir / LOCK_NAME).open("a")
@@ -136,11 +132,7 @@ def _read_beat(logdir: Path) -> bytes:
 
 
 class BeatWatch:
-    """Whether the supervisor on another machine is alive.
-
-    Args:
-        logdir: The run's directory.
-    """
+    """Whether the supervisor on another machine is alive."""
 
     def __init__(self, logdir: Path) -> None:
         self._logdir = logdir

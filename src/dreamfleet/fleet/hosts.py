@@ -42,13 +42,11 @@ _GOODBYE_SECONDS = 30.0
 
 
 class End(NamedTuple):
-    """How the run ends on all hosts."""
+    """How the run ends on all hosts, with a sentence that names the host that it is because of."""
 
     how: How
     sentence: str = ""
-    """Names the host that it is because of."""
     host: int = -1
-    """That host."""
 
 
 class Membership:
@@ -81,11 +79,7 @@ class Membership:
         self._left = threading.Event()
 
     def enter(self, say: Say) -> None:
-        """Return when all hosts are there.
-
-        Raises:
-            ConfigError: This host does not fit to the others.
-        """
+        """Return when all hosts are there, or raise a `ConfigError` if this one does not fit."""
         said, index, count = "", self._config.host_index, self._config.hosts
         while missing := self.missing():
             line = (
@@ -132,11 +126,8 @@ class Membership:
         threading.Thread(target=look, name="hosts", daemon=True).start()
 
     def poll(self) -> End:
-        """How the run ends, if a host is lost, has failed or was asked to stop.
-
-        A host that is lost makes the others fail. So a failure counts when it is known that none is
-        lost: all were heard of since.
-        """
+        """How the run ends, if a host is lost, has failed or was asked to stop. A host that is lost
+        makes the others fail, so a failure counts when all were heard of since."""
         with self._lock:
             self._look()
             if self._end.how:

@@ -57,19 +57,14 @@ Say = Callable[[str], None]
 
 
 class Reporter:
-    """What the function in the child tells its parent.
-
-    Args:
-        file: The parent reads it.
-        timeout: Seconds that a call of user code may take; 0 for no timeout.
-    """
+    """What the function in the child tells its parent, through a file."""
 
     def __init__(self, file: TextIO, timeout: float) -> None:
         self._file, self._timeout = file, timeout
         self.current = CurrentCall()
 
     def call(self, name: Call | None, done: int = 0, steps: int = 0) -> None:
-        """Announce a call of user code; None if that was the last one for now."""
+        """Announce a call of user code, which is timed; None if that was the last one for now."""
         self.current = CurrentCall(name, done, steps)
         self.write({"call": self.current})
         end_process_after(self._timeout if name else 0)
@@ -79,7 +74,6 @@ class Reporter:
         self.write({"say": text})
 
     def write(self, event: dict[str, Any]) -> None:
-        """Append an event."""
         self._file.write(json.dumps(event) + "\n")
 
 
@@ -106,8 +100,7 @@ def run_isolated(
         timeout: Seconds that a call of user code may take; 0 for no timeout.
         setting: The name of the timeout.
         say: Takes lines to print.
-        console: Shows the current call, if it is a terminal; otherwise `say` gets a line now and
-            then.
+        console: Shows the current call if it is a terminal; else `say` gets a line now and then.
         show_output: Show a part of what user code prints even if nothing fails.
 
     Raises:
@@ -229,7 +222,7 @@ def _run(function: Callable[[Reporter], Any], events: Path, timeout: float) -> N
 
 
 class EnvProbe(NamedTuple):
-    """The spaces of an environment, and what else was found when it was made."""
+    """What was found when an environment was made."""
 
     obs_space: Mapping[str, Space]
     act_space: Mapping[str, Space]
@@ -242,11 +235,9 @@ class EnvProbe(NamedTuple):
     log_info: Sequence[str] = ()
     """Names in its `info` that ask to be logged."""
     output: str = ""
-    """What it printed."""
 
     @property
     def spaces(self) -> tuple[Mapping[str, Space], Mapping[str, Space]]:
-        """Of observations and of actions."""
         return self.obs_space, self.act_space
 
 
@@ -315,22 +306,14 @@ def probe_in_subprocess(
     apart: bool = False,
     number: int = 0,
 ) -> EnvProbe:
-    """Do the same in a child process.
-
-    Args:
-        make_env: Called with the number of the environment; or that, pickled.
-        both: See `probe_env`, as `number`.
-        timeout: Seconds that a call of the environment may take; 0 for no timeout.
-        say: Takes lines to print.
-        apart: Whether the second one has a process of its own, too.
+    """Do the same in a child process, in another one for the second environment if `apart`.
 
     Raises:
         ConfigError: `make_env` cannot be pickled.
         EnvError: The environment raised, hangs, or ended its process.
         DreamfleetError: It cannot be made as configured.
     """
-    # Pickled by itself, so that it is unpickled as a part of the constructor: that imports user
-    # code.
+    # Unpickled as a part of the constructor: that imports user code.
     make = make_env if isinstance(make_env, bytes) else pickled("the environment", make_env)
 
     def child(reporter: Reporter) -> dict[str, Any]:

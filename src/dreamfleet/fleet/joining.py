@@ -1,9 +1,8 @@
 """A machine that joins a run with its environments: what `dreamfleet join` does.
 
 It asks the run's supervisor every second what to run (`dreamfleet.fleet.nodes`), and starts and
-ends processes accordingly. It calls the supervisor and the actors only. What the
-supervisor says about addresses goes into a registry of this machine's own, so that
-environments here find the actor as they do everywhere.
+ends processes accordingly. The addresses of the actors go into a registry of this machine's own,
+where environments find them as they do everywhere.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ _TRY_SECONDS, _PAUSE_SECONDS = 0.5, 0.1
 _SAY_SECONDS = 60.0
 _STILL_SECONDS = 10.0  # without a step, after which this machine says why
 _PORT_SECONDS = 1.0  # for a look at ports between two signs of life
-_REFUSED = "nothing listens there: the agent is starting, or a firewall refuses the connection"
+_REFUSED = "nothing listens there: the run has ended or is starting, or a firewall refuses it"
 _NO_ACTIONS = "the run sends no actions; 'dreamfleet status' says there what it waits for"
 _PLACE_PREFIX = "dreamfleet-join-"
 _KEY = "join.key"  # not the name under which a run keeps its own
@@ -98,17 +97,13 @@ class Offer:
 
 
 def join(url: str, offer: Offer, *, logdir: Path | None, patience: float, say: Say) -> None:
-    """Serve a run with environments of this machine until it is over, or until Ctrl-C.
-
-    Raises:
-        ConfigError: What was typed cannot work.
-        JoinError: The run cannot be reached, or does not want this machine.
-    """
+    """Serve a run with environments of this machine until it is over, or until Ctrl-C."""
     address, keys = read_url(url)
     with sigterm_interrupts(), _place(logdir) as place:
         keys.save(place / _KEY)
         try:
-            _check_port(address)
+            if problem := closed_port({"join": address}, _PROBE_SECONDS):
+                raise JoinError(f"{problem}, and those that stand below the run's line.")
             with Client(address.text, "join", keys=keys, patience=_CONNECT_SECONDS) as client:
                 _Machine(address, offer, place, patience, say).serve(client)
         except KeyboardInterrupt:
@@ -156,19 +151,13 @@ class _Machine:
                 raise
         self._say(f"{answer.over} This machine's part is done.")
 
-    # --- asking ----------------------------------------------------------------------------------
-
     def _asked(self, digest: str = "", envs_per_process: int = 1) -> Asked:
         host = socket.gethostname()[:90] or "machine"
         numbers = self._offer.envs, self._offer.eval_envs, envs_per_process
         return Asked(__version__, digest, host, *numbers)
 
     def _ask(self, client: Client, asked: Asked, workers: _Workers) -> Answer:
-        """What to run now. Environments wait for a run that does not answer.
-
-        Raises:
-            JoinError: The run refuses this machine, or does not answer for too long.
-        """
+        """What to run now. Environments wait for a run that does not answer, but not too long."""
         begin, silent = time.monotonic(), False
         while True:
             report = MachineReport(workers.report(), self._why)
@@ -211,8 +200,6 @@ class _Machine:
                 "version of Dreamfleet on both machines."
             ) from None
 
-    # --- joining ---------------------------------------------------------------------------------
-
     def _tried(self, described: Answer) -> RunConfig:
         """The run as this machine's environments see it, once they were made here and the run's
         servers were reached. Imports nothing that the run names, unless that is allowed."""
@@ -234,9 +221,13 @@ class _Machine:
         )
         self._probe_env(config, described.spaces)
         # One at whose port nothing listens may start later.
-        if problem := self._closed_port(described.addresses, _PROBE_SECONDS, ignore=_REFUSED):
+        servers = self._servers(described.addresses)
+        if problem := closed_port(servers, _PROBE_SECONDS, ignore=_REFUSED):
             raise JoinError(f"{problem}.")
         return config
+
+    def _servers(self, told: Mapping[str, str]) -> dict[str, Address]:
+        return {"join": self._address, **called_servers(self._address, told)}
 
     def _probe_env(self, config: RunConfig, spaces: str) -> None:
         """Make an environment once, so that one that does not work here is told before it joins."""
@@ -259,33 +250,14 @@ class _Machine:
         for note in probe.notes:
             self._say(note)
 
-    def _closed_port(self, told: Mapping[str, str], seconds: float, ignore: str = "") -> str:
-        """The first server of the run that cannot be reached from here, and all ports that have to
-        be open, without a period; empty if all are reached."""
-        servers = called_servers(self._address, told)
-        for name, address in servers.items():
-            if (problem := port_problem(address, seconds)) in ("", ignore):
-                continue
-            ports: dict[str, list[str]] = {}
-            for each in (self._address, *servers.values()):
-                ports.setdefault(each.host, []).append(str(each.port))
-            every = " and ".join(f"{', '.join(each)} of {host}" for host, each in ports.items())
-            return (
-                f"TCP port {address.port} of {address.host} ({name}) cannot be reached: {problem}. "
-                f"Ports that have to be open for this machine: {every}"
-            )
-        return ""
-
-    # --- serving ---------------------------------------------------------------------------------
-
     def _follow(self, answer: Answer, workers: _Workers) -> None:
         """Run what the answer says, and say how it goes."""
         now = time.monotonic()
         if not self._name:
             self._name = answer.name
             self._say(
-                f"Joined {workers.config.task} as {self._name} with {_counted(self._offer)}; logs "
-                f"are in {self._place / 'logs'}. Ctrl-C leaves."
+                f"Joined {workers.config.task} as {self._name}; logs are in "
+                f"{self._place / 'logs'}. Ctrl-C leaves."
             )
         with suppress(OSError):  # a full disk; those of before may still be right
             publish_addresses(self._place, self._address, answer.addresses)
@@ -299,8 +271,8 @@ class _Machine:
             self._say(f"{readable(self._steps)} steps, {rate} steps/s")
         if now - self._moved > _STILL_SECONDS:
             self._moved = now
-            self._why = self._closed_port(answer.addresses, _PORT_SECONDS)[:1000]
-            self._why = self._why or workers.hanging()
+            closed = closed_port(self._servers(answer.addresses), _PORT_SECONDS)
+            self._why = closed[:1000] or workers.hanging()
             # Between two rounds of evaluation there is nothing to do.
             if not self._told and (self._why or self._offer.envs):
                 self._told = True
@@ -314,7 +286,7 @@ class _Started(NamedTuple):
 
 
 class _Workers:
-    """The processes of this machine. Which ones there are is decided by the run's supervisor."""
+    """The processes of this machine, as the run's supervisor wants them."""
 
     config: RunConfig
     """The run, once it is known."""
@@ -331,7 +303,6 @@ class _Workers:
         self.end()
 
     def begin(self, config: RunConfig) -> None:
-        """Run environments of this run from now on."""
         self.config = config
         shutil.rmtree(health_path(config, ""), ignore_errors=True)  # counts are of this run
 
@@ -360,7 +331,6 @@ class _Workers:
         return _Started(order, self._launcher.start(worker), worker.health)
 
     def report(self) -> dict[str, WorkerReport]:
-        """How the workers are doing."""
         found, self.steps = {}, 0
         for name, (order, process, path) in self._started.items():
             health, code = replace(read_health(path), traceback=""), process.wait(0)
@@ -390,14 +360,6 @@ class _Workers:
         self._started.clear()
 
 
-def _counted(offer: Offer) -> str:
-    words = []
-    for number, kind in ((offer.envs, "training"), (offer.eval_envs, "evaluation")):
-        if number:
-            words.append(f"{number} {kind} environment{'s' if number > 1 else ''}")
-    return " and ".join(words)
-
-
 def publish_addresses(place: Path, joined_at: Address, addresses: Mapping[str, str]) -> None:
     """Keep where the servers of the run listen that a machine may call."""
     registry = Registry(place)
@@ -407,8 +369,8 @@ def publish_addresses(place: Path, joined_at: Address, addresses: Mapping[str, s
 
 
 def called_servers(joined_at: Address, told: Mapping[str, str]) -> dict[str, Address]:
-    """The servers that a machine may call, of those that the run has told of. The host `*` is
-    the one at which this machine has joined."""
+    """The servers that a machine may call, of those that it was told of. The host `*` is the one at
+    which it has joined."""
     servers = {}
     for name, text in told.items():
         with suppress(TransportError):
@@ -419,8 +381,24 @@ def called_servers(joined_at: Address, told: Mapping[str, str]) -> dict[str, Add
     return servers
 
 
-def port_problem(address: Address, seconds: float) -> str:
-    """Why nothing is reached at an address, which the transport only knows as silence."""
+def closed_port(servers: Mapping[str, Address], seconds: float, ignore: str = "") -> str:
+    """The first server that cannot be reached from here, which the transport only knows as silence,
+    and all ports that have to be open, without a period; empty if all are reached."""
+    for name, address in servers.items():
+        if (problem := _port_problem(address, seconds)) in ("", ignore):
+            continue
+        ports: dict[str, list[str]] = {}
+        for each in servers.values():
+            ports.setdefault(each.host, []).append(str(each.port))
+        every = " and ".join(f"{', '.join(each)} of {host}" for host, each in ports.items())
+        return (
+            f"TCP port {address.port} of {address.host} ({name}) cannot be reached: {problem}. "
+            f"Ports that have to be open for this machine: {every}"
+        )
+    return ""
+
+
+def _port_problem(address: Address, seconds: float) -> str:
     try:
         socket.create_connection((address.host, address.port), timeout=seconds).close()
     except socket.gaierror:
@@ -451,50 +429,21 @@ def _check_spaces(task: str, run: str, here: tuple[Spaces, Spaces]) -> None:
         )
 
 
-# --- getting there -------------------------------------------------------------------------------
-
-
-def _check_port(address: Address) -> None:
-    """Say why the run cannot be reached."""
-    problem = port_problem(address, _PROBE_SECONDS)
-    if problem == _REFUSED:
-        problem = (
-            "nothing listens there: the run has ended or was started without --bind, or the port "
-            "is another one. 'dreamfleet resume' starts it again"
-        )
-    if problem:
-        raise JoinError(
-            f"{address.host}:{address.port} cannot be reached: {problem}. Check the address, and "
-            f"that TCP port {address.port} and the others that stand below the run's line are open "
-            "for this machine."
-        )
-
-
 def _unreachable(address: Address, text: str) -> str:
-    there = f"{address.host}:{address.port}"
+    there, again = f"{address.host}:{address.port}", "'dreamfleet invite DIR' prints a line there."
     if _REFUSED_KEY in text:
-        return (
-            f"The run at {there} refused the key: it was revoked, or is another run's. Ask for a "
-            "new line, which 'dreamfleet invite DIR' prints there."
-        )
+        return f"The run at {there} refused the key: it was revoked, or is another run's. {again}"
     if _OTHER_KEY in text:
         return (
             f"What listens at {there} does not know this key: it is another run, or the line was "
-            "not copied whole. 'dreamfleet invite DIR' prints it again there."
+            f"not copied whole. {again}"
         )
     return f"The run at {there} does not answer: {text} It may have ended."
 
 
-# --- this machine --------------------------------------------------------------------------------
-
-
 @contextmanager
 def _place(logdir: Path | None) -> Iterator[Path]:
-    """A directory for what environments need, and for their logs.
-
-    Raises:
-        ConfigError: It is the directory of a run.
-    """
+    """A directory for what environments need, and for their logs; not that of a run."""
     if logdir is None:
         with temporary_folder(_PLACE_PREFIX) as place:
             yield place

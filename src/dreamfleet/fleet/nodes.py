@@ -1,10 +1,8 @@
 """Machines that join a run: each is a node that asks the run's supervisor what to start.
 
-A machine asks every second what to run (`poll`), with a random token. One that does not know the
-run's settings is told them. One that the run does not know, because it is new, was lost, or the run
+A machine asks every second what to run (`poll`), with a random token, and reports the health of its
+workers and how they ended. One that the run does not know, because it is new, was lost, or the run
 was resumed, joins with that. The answer lists workers as plain data, and where the actors listen.
-With each question the machine reports the health of its workers and how they ended. The supervisor
-restarts them by the same policy as its own workers.
 
 Environments are fenced by incarnations (`dreamfleet.roles.fences`), so a machine that comes back
 after its ids were given to another one cannot act in them any more.
@@ -31,7 +29,6 @@ import msgspec
 from msgspec import Meta
 
 from dreamfleet import __version__
-from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.fleet.launchers import RestartPolicy, Worker
@@ -65,7 +62,6 @@ MAX_ENVS = 1 << 17
 OUTPUT_LENGTH = 8000
 _AWAY_SECONDS = 4.0
 _RATE_SECONDS = 20.0
-_CHECK_SECONDS = 2.0
 _KEPT_MACHINES = 16  # of those that have left
 _GOODBYE_SECONDS = 3.0
 _LOST = -9
@@ -117,7 +113,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     over: str
     """How the run ended; empty if it has not."""
     digest: str
-    """Of the run's settings and spaces, which follow for a machine that knows others."""
+    """Of the run's `config` and `spaces`, which a machine is told that knows others."""
     addresses: dict[str, str]
     config: str = ""
     spaces: str = ""
@@ -153,7 +149,6 @@ class MachineWorker:
         return self._output
 
     def take(self, report: WorkerReport) -> None:
-        """What its machine reports of it."""
         self.pid = report.pid
         if report.code is not None:
             self._output = _printable(report.output)
@@ -186,8 +181,6 @@ class Machine:
     reports: dict[str, HealthRecord] = field(default_factory=dict)
     rate: Rate = field(default_factory=partial(Rate, _RATE_SECONDS))
 
-    # --- as a node -------------------------------------------------------------------------------
-
     def start(self, worker: Worker) -> MachineWorker:
         return self.start_worker(self, worker.name)
 
@@ -195,15 +188,10 @@ class Machine:
         return Path(f"{self.name}:logs") / f"{_local(worker.name)}.log"
 
     def dismiss(self, why: str) -> None:
-        """Send the machine away."""
         self.dismissed = why
         self.end()
 
-    # --- what it runs and reports ----------------------------------------------------------------
-
     def workers(self, run: RunConfig) -> list[Worker]:
-        """Its workers, for the supervisor."""
-
         def health(name: str) -> HealthRecord:
             found = self.reports.get(name, HealthRecord())
             # NaN elsewhere ends the run only if it is set to.
@@ -222,7 +210,6 @@ class Machine:
         }
 
     def take(self, report: MachineReport, now: float) -> None:
-        """What the machine reports."""
         self.heard, self.why = now, _printable(report.why)
         for name, worker in list(self.running.items()):
             told = report.workers.get(_local(name))
@@ -236,7 +223,6 @@ class Machine:
             worker.end(STOPPED)
 
     def count(self, *, is_eval: bool) -> int:
-        """Its environments of one kind."""
         return sum(len(each.ids) for each in self.fences.values() if each.is_eval == is_eval)
 
     @property
@@ -244,7 +230,6 @@ class Machine:
         return sum(each.steps for each in self.reports.values())
 
     def status(self, now: float) -> MachineStatus:
-        """As it is shown."""
         failed = max(self.reports.values(), key=lambda each: each.failures, default=HealthRecord())
         away = now - self.heard > _AWAY_SECONDS
         gone = self.left is not None
@@ -263,14 +248,7 @@ class Machine:
 
 
 class JoinedNodes:
-    """Serves machines that join, until the block ends.
-
-    Args:
-        run: The run.
-        address: Where they join.
-        supervisor: Starts and restarts their workers.
-        clock: Seconds, rising.
-    """
+    """Serves machines that join at an address, until the block ends."""
 
     def __init__(
         self,
@@ -289,7 +267,6 @@ class JoinedNodes:
             self._newest = int(time.time())  # above all that count starts
             log.warning("%s", error)
         self._chunk_bytes = _chunk_bytes(run)
-        self._room = {False: _room(run, self._chunk_bytes), True: MAX_ENVS}
         self._description, self._host = _description(run), parse(address).host
         self._over = ""
         self._stop = threading.Event()
@@ -358,7 +335,6 @@ class JoinedNodes:
             return msgspec.to_builtins(Answer(over=self._over, addresses=told, **found))
 
     def leave(self, caller: Caller, token: Name) -> None:
-        """A machine leaves."""
         with self._lock:
             if (caller.name, token) in self._nodes:
                 self._drop((caller.name, token), "")
@@ -379,7 +355,6 @@ class JoinedNodes:
             )
         if run.eval_every and asked.eval_envs:
             raise Refused("This run plays its evaluations itself (eval_every): use --envs only.")
-        self._check_disk(asked.envs + asked.eval_envs)
         name = self._unused_name(asked.host)
         fences: dict[str, Fence] = {}
         ids = self._free_ids(asked)
@@ -391,11 +366,8 @@ class JoinedNodes:
         return Machine(name, invitation, fences, now, now, self._start)
 
     def _start(self, node: Machine, name: str) -> MachineWorker:
-        """Start a worker with the next incarnation, which may act from then on.
-
-        Raises:
-            OSError: It cannot be recorded, so the worker is not started.
-        """
+        """Start a worker with the next incarnation, which may act from then on. If that cannot be
+        recorded (`OSError`), the worker is not started."""
         with self._lock:
             self._newest += 1
             fence = replace(node.fences[name], incarnation=self._newest)
@@ -409,42 +381,38 @@ class JoinedNodes:
 
     def _write(self) -> None:
         """Record which environments may act."""
-        nodes = self._nodes.values()
-        fences = tuple(each.fence for node in nodes for each in node.running.values())
+        fences = tuple(e.fence for node in self._nodes.values() for e in node.running.values())
         write_fences(self._run.logdir, Fences(self._newest, fences))
 
     def _free_ids(self, asked: Asked) -> tuple[int, ...]:
         """The lowest ids that are free, after the run's own: the streams of the replay stay few."""
-        nodes = self._nodes.values()
-        for is_eval, wanted in ((False, asked.envs), (True, asked.eval_envs)):
-            joined = sum(node.count(is_eval=is_eval) for node in nodes)
-            if wanted and joined + wanted > self._room[is_eval]:
-                kind = "evaluation" if is_eval else "training"
-                raise Refused(
-                    f"{wanted} more {kind} environments are too many: {joined} have joined, and "
-                    f"there is room for {self._room[is_eval]} in the run's replay."
-                )
-        used = {envid for node in nodes for each in node.fences.values() for envid in each.ids}
+        wanted = asked.envs + asked.eval_envs
+        fences = [each for node in self._nodes.values() for each in node.fences.values()]
+        used = {envid for each in fences for envid in each.ids}
+        if wanted > (room := self._room(len(used))):
+            raise Refused(
+                f"{wanted} more environments are too many: {len(used)} have joined, and the replay "
+                f"and the disk of the run have room for {room} more."
+            )
         free = (envid for envid in count(self._run.all_envs) if envid not in used)
-        return tuple(islice(free, asked.envs + asked.eval_envs))
+        return tuple(islice(free, wanted))
+
+    def _room(self, joined: int) -> int:
+        """Environments that may still join: each has a stream in the replay, which reserves files,
+        and one at least has to become long enough to learn from."""
+        run, files = self._run, 2 * self._chunk_bytes
+        room = min(MAX_ENVS, run.replay.capacity // run.window - run.envs) - joined
+        if files and run.replay.max_bytes:
+            room = min(room, run.replay.max_bytes // files - run.envs - joined)
+        if files and not run.remote_replay:  # a full disk would end the run
+            room = min(room, shutil.disk_usage(run.logdir).free // files)
+        return max(0, room)
 
     def _unused_name(self, host: str) -> str:
         name = "".join(letter if letter.isprintable() else "?" for letter in host).replace("/", "-")
         taken = {node.name for node in self._nodes.values()}
         names = (name if number == 1 else f"{name} ({number})" for number in count(1))
         return next(each for each in names if each not in taken)
-
-    def _check_disk(self, envs: int) -> None:
-        """The replay reserves its files for each environment, and a full disk would end the run."""
-        if self._run.remote_replay or not self._chunk_bytes:
-            return
-        free = shutil.disk_usage(self._run.logdir).free
-        if 2 * envs * self._chunk_bytes > free:
-            most = free // (2 * self._chunk_bytes)
-            raise Refused(
-                f"The disk of the run has room for {most} more environments, not {envs}: join with "
-                "fewer, or make room there."
-            )
 
     # --- machines that leave ---------------------------------------------------------------------
 
@@ -468,13 +436,12 @@ class JoinedNodes:
                 self._drop(key, f"was not heard of for {LOST_SECONDS:g} s")
 
     def _keep(self) -> None:
-        """Look for machines that are gone, and tell the logger of the others."""
-        should_log, run = LocalClock(self._run.log_every), self._run
-        logger = LoggerClient(run, "nodes", 2)
+        """Drop machines that are gone, and tell the logger of the others."""
+        logger = LoggerClient(self._run, "nodes", 2)
         try:
-            while not self._stop.wait(min(_CHECK_SECONDS, run.log_every)):
+            while not self._stop.wait(self._run.log_every):
                 machines = self.machines()
-                if should_log() and logger.stats()["inflight"] < 2:
+                if logger.stats()["inflight"] < 2:
                     with suppress(TransportError):  # it is restarting, and the next ones follow
                         logger.call("add", -1, metrics(machines))
         finally:
@@ -517,15 +484,6 @@ def addresses(run: RunConfig, host: str) -> dict[str, str]:
             text = f"tcp://*:{parsed.port}" if here else parsed.text
             found[server_name("actor", index)] = text
     return found
-
-
-def _room(run: RunConfig, chunk_bytes: int) -> int:
-    """Training environments that may join: each has a stream in the replay, and one at least has
-    to become long enough to learn from."""
-    most = run.replay.capacity // run.window
-    if run.replay.max_bytes and chunk_bytes:
-        most = min(most, run.replay.max_bytes // (2 * chunk_bytes))
-    return max(0, min(MAX_ENVS, most - run.envs))
 
 
 def _chunk_bytes(run: RunConfig) -> int:

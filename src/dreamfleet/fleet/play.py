@@ -115,12 +115,7 @@ def eval_environments(
 
 class _EmbeddedSupervisor(Supervisor):
     """A supervisor without a run: no record, no claim, and a worker that is given up ends nothing.
-
-    Args:
-        workers: The environment processes.
-        launcher: Starts them.
-        on_failure: Told of each that has ended: its name and output, and whether it is given up.
-    """
+    `on_failure` is told of each that has ended: its name and output, and whether it is given up."""
 
     def __init__(
         self,
@@ -145,12 +140,7 @@ class _EmbeddedSupervisor(Supervisor):
 
 
 def parallel_evaluator(make_env_eval: Factory, args: RunConfig) -> None:
-    """Play a round for each checkpoint that waits for its score, until asked to stop.
-
-    Args:
-        make_env_eval: Called with an environment's id.
-        args: The run.
-    """
+    """Play a round for each checkpoint that waits for its score, until asked to stop."""
     stop = stop_event()
     ids = range(args.envs, args.envs + max(1, args.eval_envs))
     groups = groups_of(ids, args.envs_per_process)

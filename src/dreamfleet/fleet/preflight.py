@@ -7,10 +7,9 @@ import logging
 import math
 import os
 import re
-import resource
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,17 +23,17 @@ from dreamfleet.errors import ConfigError, install_command
 from dreamfleet.fleet.factories import environment
 from dreamfleet.fleet.isolated import EnvProbe, probe_env, probe_in_subprocess
 from dreamfleet.fleet.launchers import find_launcher
-from dreamfleet.fleet.workers import worker_names
+from dreamfleet.fleet.workers import env_workers
 from dreamfleet.formatting import readable
 from dreamfleet.memory import memory_free
 from dreamfleet.metrics.outputs.prometheus import check_port
 from dreamfleet.offline import check_sources, find_source
 from dreamfleet.policy import Spaces, find_checkpoint, read_blueprint
 from dreamfleet.presets import PRESETS
-from dreamfleet.replay.table import SPARE_SLOTS
 from dreamfleet.resuming import differences, holds_run, shortened
 from dreamfleet.roles.addresses import SERVERS, listen_address
 from dreamfleet.roles.progress import limiter_for
+from dreamfleet.roles.serial import takes_turns
 from dreamfleet.roles.spaces_file import read_spaces
 from dreamfleet.settings import Mark, load_object
 from dreamfleet.spaces import space_differences, summary, without_logs, without_reset
@@ -45,8 +44,10 @@ log = logging.getLogger(__name__)
 
 _PROCESS_BYTES = 40_000_000  # of environments, before these are made
 _OTHER_DISK_BYTES = 100_000_000  # checkpoints of a small model, metrics, logs, some videos
-_OTHER_ADDRESS_BYTES = 2_000_000_000  # of libraries and threads
-_RUN_FILES = ("*.json", "*.jsonl", "ckpt/*/positions", "ckpt/*/episodes", "ckpt/logger/step")
+_FOR_VECTORS = (
+    "Warning: these are the settings for vectors, and the task has images: --preset pixels is for "
+    "images."
+)
 
 
 def preflight(
@@ -59,11 +60,7 @@ def preflight(
     Args:
         config: The run.
         make_env: Called with an environment's number; None for the environment of the task.
-        say: Takes lines to print. The first one comes before the environment is made, which may
-            take long.
-
-    Returns:
-        What was found, with notes on the run.
+        say: Takes lines to print; the first one before the environment is made.
 
     Raises:
         ConfigError: Something does not fit; the message holds the numbers and the fix.
@@ -77,7 +74,6 @@ def preflight(
     check_replay(config)
     on_this_machine = not launcher.default_address.startswith("tcp:")
     if on_this_machine:
-        check_addresses()
         for role in SERVERS:
             parse(listen_address(config, role))  # an invalid one would fail its role at every start
     check_sources(config)
@@ -96,12 +92,10 @@ def preflight(
     check_spaces(config, *spaces)
     if on_this_machine:
         check_memory(config, probe.bytes, probe.further_bytes)
-        if not config.remote_replay:
-            held = 2 * config.replay.capacity // config.replay_shards
-            slots = held + SPARE_SLOTS * config.replay.chunk
-            check_addresses(slots * step_bytes(config, *spaces))
-        probe = probe._replace(notes=[*probe.notes, *run_notes(config, *spaces)])
     check_disk(config, *spaces)
+    images = any(space.image for space in observed(probe.obs_space).values())
+    if images and config.agent_config == PRESETS["default"].agent_config:
+        probe = probe._replace(notes=[*probe.notes, _FOR_VECTORS])
     return probe
 
 
@@ -129,9 +123,8 @@ def column_bytes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> dic
 
 
 def step_bytes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> int:
-    """Bytes of a step in the replay."""
-    tick = 8
-    return tick + sum(column_bytes(config, obs_space, act_space).values())
+    """Bytes of a step in the replay, with its tick."""
+    return 8 + sum(column_bytes(config, obs_space, act_space).values())
 
 
 def replay_bytes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> float:
@@ -147,18 +140,6 @@ def replay_bytes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> flo
         kept = min(collected, capacity) if config.steps else capacity * bool(envs)
         needed += min(kept * step, replay.max_bytes or math.inf)
     return needed
-
-
-def run_notes(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> Iterator[str]:
-    """The disk that the run takes, and a warning if the preset does not fit the task."""
-    size = readable(replay_bytes(config, obs_space, act_space))
-    yield f"The replay takes up to {size}B of disk, mapped into memory as it is used."
-    images = any(space.image for space in observed(obs_space).values())
-    if images and config.agent_config == PRESETS["default"].agent_config:
-        yield (
-            "Warning: these are the settings for vectors, and the task has images: --preset pixels "
-            "is for images."
-        )
 
 
 def check_outputs(config: RunConfig) -> None:
@@ -179,15 +160,10 @@ def check_outputs(config: RunConfig) -> None:
 def check_place(logdir: Path) -> None:
     """Every process writes to the run's directory."""
     there = _nearest(logdir)
-    if there.is_symlink() and not there.exists():
-        raise ConfigError(
-            f"{there} is a link to {there.readlink()}, which does not exist: make that directory, "
-            "or choose another --logdir."
-        )
     if not there.is_dir():
         raise ConfigError(
-            f"{there} is a file, and the run keeps everything in the directory {logdir}: choose "
-            "another --logdir."
+            f"{there} is a file, or a link to nothing, and the run keeps everything in the "
+            f"directory {logdir}: choose another --logdir."
         )
     try:
         with tempfile.TemporaryFile(dir=there):
@@ -197,9 +173,6 @@ def check_place(logdir: Path) -> None:
             f"{there} cannot be written to ({error.strerror}): fix its permissions, or choose "
             "another --logdir."
         ) from None
-    for path in (path for name in _RUN_FILES for path in logdir.glob(name)):
-        if path.is_dir():  # the worker that writes it would fail at every start
-            raise ConfigError(f"{path} is a directory where the run keeps a file: move it away.")
 
 
 def _nearest(logdir: Path) -> Path:
@@ -313,9 +286,9 @@ def check_memory(
 ) -> None:
     """Environments that do not fit would be killed by the machine one after the other. The first
     one of a process takes more memory: the code that it loads."""
-    processes = sum(name.startswith("env-") for name in worker_names(config))
-    if not processes:
+    if config.remote_envs or takes_turns(config):
         return
+    processes = len(env_workers(print, print, config))
     needed = processes * (_PROCESS_BYTES + env_bytes)
     needed += (config.all_envs - processes) * further_bytes
     free = memory_free() if available is None else available
@@ -333,37 +306,17 @@ def check_disk(
     """A replay that fills the disk would end the run in the middle."""
     there = _nearest(config.logdir)
     room = shutil.disk_usage(there).free if free is None else free
-    if config.remote_replay:
-        if room < _OTHER_DISK_BYTES:
-            raise ConfigError(
-                f"A run takes about {readable(_OTHER_DISK_BYTES)}B of disk besides its replay, and "
-                f"{there} has room for {readable(room)}B: make room, or choose another --logdir."
-            )
-        return
-    replay = config.replay
     step = step_bytes(config, obs_space, act_space)
-    needed = replay_bytes(config, obs_space, act_space)
-    taken = sum(
-        path.stat().st_size
-        for name in ("replay", "eval_replay", "replay-*", "eval_replay-*")
-        for path in config.logdir.glob(f"{name}/*")
-    )
-    room += taken
+    needed = 0.0
+    if not config.remote_replay:
+        needed = replay_bytes(config, obs_space, act_space)
+        folders = ("replay", "eval_replay", "replay-*", "eval_replay-*")
+        taken = [path for name in folders for path in config.logdir.glob(f"{name}/*")]
+        room += sum(path.stat().st_size for path in taken)
     if needed + _OTHER_DISK_BYTES > room:
         raise ConfigError(
             f"The replay takes {readable(needed)}B of disk when it is full, at {step:,} bytes a "
             f"step, everything else about {readable(_OTHER_DISK_BYTES)}B, and {there} has room for "
-            f"{readable(room)}B: lower replay.capacity ({replay.capacity:,} steps), bound the "
-            "files with replay.max_bytes, or choose another --logdir."
-        )
-
-
-def check_addresses(replay: int = 0, limit: int | None = None) -> None:
-    """A process that gets no address space would fail at any point."""
-    allowed = resource.getrlimit(resource.RLIMIT_AS)[0] if limit is None else limit
-    needed = replay + _OTHER_ADDRESS_BYTES
-    if 0 <= allowed < needed:
-        raise ConfigError(
-            f"A process of the run maps up to {readable(needed)}B of addresses, of which it uses "
-            f"a part, and this shell allows {readable(allowed)}B: run 'ulimit -v unlimited' first."
+            f"{readable(room)}B: make room, lower replay.capacity ({config.replay.capacity:,} "
+            "steps), bound the files with replay.max_bytes, or choose another --logdir."
         )

@@ -23,31 +23,19 @@ Run = Callable[[RunConfig], object]
 
 def run_hosts(run: Run, config: RunConfig, say: Say) -> None:
     """Run every host on a node, which has what `resources.agent` asks for, until the run is over.
-
-    Args:
-        run: Runs a host, with the configuration as that host is given it.
-        config: The run. With `hosts=0` every node that has what a host asks for is one.
-        say: Takes lines to show.
-
-    Raises:
-        FleetError: A host has failed or is lost.
-        KeyboardInterrupt: The run was stopped; everything is saved.
-    """
+    With `hosts=0` every such node is one. `run` is called there with the host's configuration."""
     logdir = config.logdir.absolute()
     asks = config.resources.agent.amounts()
     disconnect = connect(config, asks)
     try:
         count = config.hosts or len(fitting(asks, nodes())) or 1
         say(f"Starting {count} hosts on the Ray cluster; what they say goes to {logdir / 'logs'}")
+        run_as = replace(config, hosts=count, launcher="local", logdir=logdir)
         workers = [
             Worker(
                 f"host-{index}",
                 "agent",
-                partial(
-                    _host,
-                    run,
-                    replace(config, hosts=count, host_index=index, launcher="local", logdir=logdir),
-                ),
+                partial(_host, run, replace(run_as, host_index=index)),
                 resources=config.resources.agent,
                 restart=RestartPolicy("stop"),
                 ends_run=index == 0,

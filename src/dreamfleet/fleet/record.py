@@ -24,12 +24,12 @@ from dreamfleet.formatting import clock, readable
 log = logging.getLogger(__name__)
 
 FILE_NAME = "status.json"
-_OLD_FILE_NAME = "fleet.json"  # of the version before, with the same first fields
 MAX_EVENTS = 100
 
 WorkerState = Literal["starting", "running", "restarting", "ended"]
 MachineState = Literal["joined", "away", "left"]
 RunState = Literal["running", "ending", "evaluating", "ended", "failed", "killed", "unknown"]
+EventKind = Literal["failed", "started", "environment failed"]
 UNDER_WAY = ("running", "ending", "evaluating")
 _DERIVED = (
     *("message", "env_failures", "start", "share", "score", "eval_score", "updates"),
@@ -39,12 +39,10 @@ _DERIVED = (
 
 @dataclass(frozen=True)
 class ProcessUsage:
-    """What a process uses."""
+    """Cores that a process kept busy since the last sample, and bytes of memory."""
 
     cpu: float
-    """Cores that it kept busy since the last sample."""
     memory: int
-    """Bytes."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +50,7 @@ class WorkerStatus:
     """One worker of a run."""
 
     name: str
-    """Such as env-3."""
     role: str
-    """Such as env; several workers may have the same role."""
     state: WorkerState
     """A worker that failed is restarting until it is started again."""
     pid: int | None
@@ -80,9 +76,7 @@ class MachineStatus:
     name: str
     state: MachineState
     envs: int
-    """Training environments."""
     eval_envs: int
-    """Evaluation environments."""
     seconds: float
     """Since it joined; of one that has left, since it left."""
     silence: float
@@ -96,12 +90,11 @@ class MachineStatus:
 
 @dataclass(frozen=True)
 class Event:
-    """A failure, or the start that followed it."""
+    """A failure, or the start that followed it, at a Unix time."""
 
     time: float
-    """Unix time."""
     worker: str
-    event: Literal["failed", "started", "environment failed"]
+    event: EventKind
     error: str = ""
 
 
@@ -126,7 +119,6 @@ class FleetRecord:
     """Unix time at which the supervisor's process was created: with `pid` it names one process,
     because pids are reused."""
     host: str
-    launcher: str
     started: float
     """Unix time at which the run was started or resumed."""
     workers: tuple[WorkerStatus, ...] = ()
@@ -160,10 +152,9 @@ class FleetRecord:
     """Those that have joined, then those that have left."""
 
     @classmethod
-    def of_this_process(cls, launcher: str = "", events: tuple[Event, ...] = ()) -> Self:
-        """The record of a run that this process supervises, without workers yet."""
+    def of_this_process(cls, events: tuple[Event, ...] = ()) -> Self:
         me, now = psutil.Process(), time.time()
-        return cls(me.pid, me.create_time(), socket.gethostname(), launcher, now, events=events)
+        return cls(me.pid, me.create_time(), socket.gethostname(), now, events=events)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +174,7 @@ class RunStatus(FleetRecord):
 
     @property
     def complete(self) -> bool:
-        """Whether it has made all its steps."""
+        """Whether all steps are made."""
         return 0 < self.config.steps <= self.step
 
     @property
@@ -306,17 +297,14 @@ def write_record(logdir: Path, record: FleetRecord) -> None:
 
 
 def read_record(logdir: Path) -> FleetRecord | None:
-    """What the supervisor wrote last, also one of the version before; None if there is no such
-    file, or if it is damaged."""
-    for name in (FILE_NAME, _OLD_FILE_NAME):
-        try:
-            return msgspec.json.decode((logdir / name).read_bytes(), type=FleetRecord)
-        except FileNotFoundError:
-            continue
-        except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
-            log.debug("%s of %s cannot be read: %s", name, logdir, error)
-            return None
-    return None
+    """What the supervisor wrote last; None if there is no such file, or if it is damaged."""
+    try:
+        return msgspec.json.decode((logdir / FILE_NAME).read_bytes(), type=FleetRecord)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+        log.debug("%s of %s cannot be read: %s", FILE_NAME, logdir, error)
+        return None
 
 
 def record_state(logdir: Path, state: RunState, unless: tuple[RunState, ...] = ()) -> None:

@@ -27,15 +27,8 @@ def late_after(log_every: float) -> float:
 def waits_for(
     worker: WorkerStatus, health: HealthRecord, now: float, late: float, name: str = ""
 ) -> str:
-    """What a running worker waits for, by its health record; empty if it does not wait.
-
-    Args:
-        worker: As the supervisor knows it.
-        health: Its record, or that of one of its threads.
-        now: Unix time.
-        late: Seconds after which it should have reported again.
-        name: Of the thread; empty for the worker.
-    """
+    """What a running worker waits for, by its health record, or by that of its thread `name`; empty
+    if it does not wait. It should have reported again after `late` seconds."""
     if worker.role not in _REPORTING or worker.state != "running":
         return ""
     name = name or worker.name
@@ -52,13 +45,8 @@ def waits_for(
 def why_still(
     status: RunStatus, still_for: float = 0.0, elsewhere: Iterable[HealthRecord] = ()
 ) -> str:
-    """Why the run stands still, without a period.
-
-    Args:
-        status: As it was found just now.
-        still_for: Seconds without progress.
-        elsewhere: Health records of roles that were started by hand.
-    """
+    """Why the run stands still, for so many seconds, without a period. `elsewhere` are the health
+    records of roles that were started by hand."""
     reasons = restarting(status.workers)
     if not status.responding:
         return "; ".join([*reasons, "the logger does not respond"])

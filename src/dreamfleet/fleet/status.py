@@ -44,13 +44,7 @@ _CURVE_POINTS = 64
 
 
 class StatusLines:
-    """Says what a run is doing, as plain lines.
-
-    Args:
-        look: Returns what it is doing.
-        say: Takes the lines.
-        tell: Takes those that come once, and that no display shows; None for `say`.
-    """
+    """Says what a run is doing, as plain lines; those that no display shows to `tell`."""
 
     def __init__(
         self,
@@ -84,12 +78,8 @@ class StatusLines:
 
 
 class Watcher:
-    """Looks at a run again and again.
-
-    Args:
-        logdir: The run's directory.
-        score_bytes: Of `scores.jsonl` that a look reads; the next look reads on.
-    """
+    """Looks at a run again and again. A look reads `score_bytes` of `scores.jsonl`, the next one
+    reads on."""
 
     def __init__(self, logdir: Path, score_bytes: float = _SCORE_BYTES) -> None:
         self._logdir = logdir
@@ -99,11 +89,8 @@ class Watcher:
         self._config_written = 0
 
     def look(self, patience: float = _BEAT_SECONDS) -> RunStatus | None:
-        """What the run is doing; None as long as there is no configuration in its directory.
-
-        Args:
-            patience: Seconds to wait for a sign of life from another machine.
-        """
+        """What the run is doing; None as long as there is no configuration in its directory. Waits
+        so many seconds for a sign of life from another machine."""
         config, record = self._read_config(), read_record(self._logdir)
         state = run_state(record)
         if config is None or record is None:
@@ -130,7 +117,7 @@ class Watcher:
         scores, metrics = self._scores.read(), newest_metrics(self._logdir)
         step = metrics.get("step", 0)
         now, running = time.time(), state in UNDER_WAY
-        known = record or FleetRecord(0, 0.0, "", "", now)
+        known = record or FleetRecord(0, 0.0, "", now)
         saved = Checkpoint(config.checkpoints).saved_at() if running else None
         late = late_after(config.log_every)
         found = [self._as_now(each, now, late) for each in known.workers] if running else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import socket
 import threading
 import time
@@ -19,7 +18,6 @@ import psutil
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.record import (
     FleetRecord,
-    MachineStatus,
     ProcessUsage,
     RunStatus,
     WorkerStatus,
@@ -38,26 +36,15 @@ _WRITE_SECONDS = 1.0
 _HANG_SECONDS = 10.0  # of a shared directory, at the end
 _SAMPLE_SECONDS = 5.0  # between two samples of the processes
 _RATE_SECONDS = 30.0
-_ACTOR_RATE = r"actor(-\d+)?/steps_per_second$"
 _SILENT_SECONDS = 5.0
 
 
 class StatusWriter:
-    """Writes `status.json` once a second while the block runs, and at its end.
+    """Writes `status.json` once a second while the block runs, and at its end. `record` returns
+    what the supervisor knows of itself, its workers and machines; None to write nothing."""
 
-    Args:
-        logdir: The run's directory.
-        record: Returns the supervisor and its workers as they are now; None to write nothing.
-        machines: Returns the machines that have joined.
-    """
-
-    def __init__(
-        self,
-        logdir: Path,
-        record: Callable[[], FleetRecord | None],
-        machines: Callable[[], tuple[MachineStatus, ...]] = tuple,
-    ) -> None:
-        self._logdir, self._record, self._machines = logdir, record, machines
+    def __init__(self, logdir: Path, record: Callable[[], FleetRecord | None]) -> None:
+        self._logdir, self._record = logdir, record
         self._files = Watcher(logdir)
         self._logger = logdir / "workers" / RECORD
         self._metrics: Mapping[str, Any] = {}
@@ -91,27 +78,18 @@ class StatusWriter:
             log.warning("The status of the run cannot be written: %s", error)
 
     def look(self, record: FleetRecord) -> RunStatus | None:
-        """What the run is doing; None as long as there is no configuration in its directory.
-
-        Args:
-            record: The supervisor and its workers.
-        """
-        machines, now = self._machines(), time.monotonic()
+        """What the run is doing; None as long as there is no configuration in its directory."""
+        now = time.monotonic()
         responding = self._logger_responds(record, now)  # before its metrics are read
-        found = self._files.derive(replace(record, machines=machines), record.state)
+        found = self._files.derive(record, record.state)
         if found is None or not found.running:
             return found
         config, folder = found.config, self._logdir / "workers"
-        agent = read_health(folder / "agent")
-        acts = "is compiling" not in agent.waiting  # else rates are those of before
         if responding:  # else metrics may be those of the run before
             self._metrics = found.metrics
-            rates = [v for k, v in found.metrics.items() if re.match(_ACTOR_RATE, k)]
-            self._progress.add(now, found.step, agent.steps, sum(rates) if acts else 0.0)
-        rate = self._progress.rate if acts else 0.0
-        idle = idle_machines(machines) if record.state == "running" else ()
-        # A thread of the supervisor has no process of its own.
-        usages = [None if each.pid == record.pid else self._usage(each) for each in found.workers]
+            self._progress.add(now, found.step, read_health(folder / "agent").steps)
+        rate = self._progress.rate
+        idle = idle_machines(record.machines) if record.state == "running" else ()
         status = replace(
             found,
             written=time.time(),
@@ -120,11 +98,12 @@ class StatusWriter:
             steps_per_second=rate,
             seconds_left=_time_left(config, found.step, rate, found.seconds),
             workers=tuple(
-                replace(each, usage=usage)
-                for each, usage in zip(found.workers, usages, strict=True)
+                # A thread of the supervisor has no process of its own.
+                replace(each, usage=None if each.pid == record.pid else self._usage(each))
+                for each in found.workers
             ),
             supervisor=self._usage(record),
-            machines=machines,
+            machines=record.machines,
             hanging="; ".join(filter(None, [found.hanging, *idle])),
         )
         moves = responding and not self._progress.stands_still(config.log_every)
@@ -173,11 +152,11 @@ class _Progress:
         self._steps = Rate(_RATE_SECONDS)
         self._step = 0
         self._step_since = self._updates_since = -inf
-        self._updates, self._reported = 0, 0.0
+        self._updates = 0
         self._moved = False
 
-    def add(self, now: float, step: int, updates: int, reported: float = 0.0) -> None:
-        """Take how many steps and updates there are, and the steps a second that actors report."""
+    def add(self, now: float, step: int, updates: int) -> None:
+        """Take how many steps and updates there are."""
         first = self._step_since == -inf
         if first or step != self._step:
             self._moved = not first
@@ -187,12 +166,12 @@ class _Progress:
         if not step:  # what was before the first step does not count
             self._steps = Rate(_RATE_SECONDS)
         self._steps.add(now, step)
-        self._now, self._step, self._updates, self._reported = now, step, updates, reported
+        self._now, self._step, self._updates = now, step, updates
 
     @property
     def rate(self) -> float:
-        """Steps a second over the last while; before that is known, what actors reported."""
-        return self._reported if self._steps.seconds < 1.0 else self._steps.value
+        """Steps a second over the last while; 0 before that is known."""
+        return self._steps.value if self._steps.seconds >= 1.0 else 0.0
 
     @property
     def still_for(self) -> float:
@@ -200,14 +179,9 @@ class _Progress:
         return self._now - min(self._step_since, self._updates_since)
 
     def stands_still(self, log_every: float) -> bool:
-        """Whether there were no steps, or no updates, for a while.
-
-        Steps are reported at once, or, without environments, every `log_every` seconds. Updates
-        start long after the first steps.
-        """
-        if self._now - self._step_since > 1.5 * log_every:
-            return True
-        if not self._moved and self.rate == 0:  # nothing else is known at the first looks
+        """Whether there were no steps, or no updates, for a while. Steps are reported at once, or,
+        without environments, every `log_every` seconds. Updates start long after them."""
+        if not self._moved or self._now - self._step_since > 1.5 * log_every:
             return True
         return self._now - self._updates_since > late_after(log_every)
 

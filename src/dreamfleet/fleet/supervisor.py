@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.fleet.launchers import (
@@ -30,6 +30,7 @@ from dreamfleet.fleet.launchers import (
 from dreamfleet.fleet.record import (
     MAX_EVENTS,
     Event,
+    EventKind,
     FleetRecord,
     MachineStatus,
     RunState,
@@ -62,7 +63,6 @@ class FleetError(DreamfleetError):
 
 
 def silent(line: str) -> None:
-    """Says nothing."""
     del line
 
 
@@ -81,16 +81,13 @@ def unless_full(say: Say) -> Say:
 
 
 class Supervisor:
-    """Runs a fleet until a worker that ends the run has returned, or until it is stopped.
-
-    A worker that ends without having been asked to is started again, as its restart policy says;
-    what it returned does not matter, unless its end is the end of the run.
+    """Runs a fleet until a worker that ends the run has returned, or until it is stopped. A worker
+    that ends without having been asked to is started again, as its restart policy says.
 
     Args:
         workers: In the order in which they are stopped; they are started in the opposite order.
         launcher: Starts them.
         logdir: Where `status.json` is written; None for nowhere.
-        launcher_name: For that file.
         duration: Seconds after which the run is stopped; 0 for never.
         say: Takes lines to show.
     """
@@ -101,7 +98,6 @@ class Supervisor:
         launcher: Launcher,
         *,
         logdir: Path | None = None,
-        launcher_name: str = "",
         duration: float = 0.0,
         say: Say = silent,
     ) -> None:
@@ -119,7 +115,7 @@ class Supervisor:
         self._inode = logdir.stat().st_ino if logdir is not None else None
         before = read_record(logdir) if logdir is not None else None
         self._events_seen = deque(before.events if before else (), MAX_EVENTS)
-        self._record = FleetRecord.of_this_process(launcher_name)
+        self._record = FleetRecord.of_this_process()
         self._state: RunState = "running"
         self._at_once = self._interrupted = False
 
@@ -132,11 +128,7 @@ class Supervisor:
         """
         failed = True
         self._launcher.prepare([member.worker for member in self._members])
-        status = (
-            StatusWriter(self._logdir, self._status, self.machines)
-            if self._logdir
-            else nullcontext()
-        )
+        status = StatusWriter(self._logdir, self._status) if self._logdir else nullcontext()
         with on_end_signal(self._on_signal), status:
             try:
                 for member in reversed(self._members):
@@ -155,14 +147,12 @@ class Supervisor:
             raise KeyboardInterrupt
 
     def stop(self, reason: str = "stop", *, at_once: bool = False) -> None:
-        """End the run in order, or kill every worker `at_once`; may be called from any thread and
-        from signal handlers."""
+        """End the run in order, or kill all workers `at_once`; from any thread or signal."""
         self._at_once = self._at_once or at_once
         self._events.put(lambda: reason)
 
     def add(self, node: JoinedNode, workers: Sequence[Worker]) -> None:
-        """Start workers on a machine that has joined, and restart them from then on; from any
-        thread."""
+        """Take over the workers of a machine that has joined; from any thread."""
         self._events.put(partial(self._on_join, node, workers))
 
     def remove(self, node: JoinedNode) -> None:
@@ -211,11 +201,10 @@ class Supervisor:
         return ""
 
     def _on_join(self, node: JoinedNode, workers: Sequence[Worker]) -> str:
-        """Start environments of a machine that has joined; they are stopped after the run's own."""
         members = [_Member(worker, node) for worker in workers]
-        servers = [n for n, m in enumerate(self._members) if m.worker.role in ("replay", "logger")]
-        place = min(servers, default=len(self._members))
-        self._members = [*self._members[:place], *members, *self._members[place:]]
+        servers = [m for m in self._members if m.worker.role in ("replay", "logger")]
+        others = [m for m in self._members if m not in servers]
+        self._members = [*others, *members, *servers]  # stopped after the run's own environments
         for member in members:
             self._start(member)
         return ""
@@ -225,11 +214,7 @@ class Supervisor:
         return ""
 
     def _on_exit(self, member: _Member, code: int) -> str:
-        """Decide what follows the end of a worker that was not asked to stop.
-
-        Raises:
-            FleetError: The run ends because of it.
-        """
+        """Decide what follows the end of a worker that was not asked to stop."""
         if member not in self._members:
             return ""  # its machine has left
         if member.worker.ends_run and code == 0:
@@ -269,8 +254,8 @@ class Supervisor:
         timer.start()
 
     def _check_directory(self) -> None:
-        """End the run without saving when its directory was moved or removed: what workers write
-        by its name would be half a run in a new directory."""
+        """End the run without saving if its directory was moved or removed: what workers write by
+        its name would be half a run."""
         if not self._is_gone():
             return
         self._at_once = True
@@ -314,8 +299,8 @@ class Supervisor:
             seconds = _STOP_SECONDS
 
     def _stop_role(self, members: list[_Member], seconds: float) -> None:
-        """Stop some members together. One that makes progress meanwhile gets as many seconds again,
-        a few times: its machine may be busy."""
+        """Stop some members together. Progress gains as many seconds again, a few times: a machine
+        may be busy."""
         begin = deadline = time.monotonic()
         progress: list[int] = []
         asked = [member for member in members if member.alive]
@@ -346,12 +331,12 @@ class Supervisor:
         if self._is_gone():
             return None
         workers = tuple(member.status(self._state) for member in self._members)
-        events = tuple(self._events_seen)
-        return replace(self._record, workers=workers, state=self._state, events=events)
+        events, machines = tuple(self._events_seen), self.machines()
+        return replace(
+            self._record, workers=workers, state=self._state, events=events, machines=machines
+        )
 
-    def _add_event(
-        self, member: _Member, event: Literal["failed", "started", "environment failed"]
-    ) -> None:
+    def _add_event(self, member: _Member, event: EventKind) -> None:
         error = "" if event == "started" else member.failure
         self._events_seen.append(Event(round(time.time(), 3), member.name, event, error))
 
@@ -416,10 +401,9 @@ class _Member:
         return False
 
     def failed_to_end(self) -> str:
-        """How it has failed, if it did, instead of doing what is done before it ends."""
+        """How it has failed instead of ending in order; empty if it has not."""
         code = self.running.wait(0)
-        # A process that has not got so far that it could be asked is ended by the signal, or by
-        # that of a scheduler.
+        # A process that was just starting is ended by our signal, or by that of a scheduler.
         if code in (0, STOPPED, *_ASKED) or code is None:
             return ""
         return self.describe_exit(code)
@@ -432,36 +416,34 @@ class _Member:
 
     def describe_exit(self, code: int) -> str:
         """How it ended, with one line on why, if it has said it."""
-        how, reason = self._how_and_why(code)
+        how = f"ended with code {code}" if code >= 0 else f"was killed by signal {-code}"
+        reason = self._reason(code)
         self.failure = reason or how
         return f"{how} ({reason})" if reason else how
 
-    def _how_and_why(self, code: int) -> tuple[str, str]:
-        """The reason is its exception, or that it hung; empty if it did not say."""
+    def _reason(self, code: int) -> str:
+        """Its exception, or that it hung; empty if it did not say."""
         if code < 0:
-            return f"was killed by signal {-code}", str(self.running.error or "")[:_REASON_LENGTH]
-        how = f"ended with code {code}"
+            return str(self.running.error or "")[:_REASON_LENGTH]
         if is_full(folder := self.log_file.parent):  # it could not even write why
-            return how, f"the disk of {folder} is full: make room, and the run continues"
+            return f"the disk of {folder} is full: make room, and the run continues"
         lines = self.output().splitlines()
         if hung := next((line for line in reversed(lines) if line.startswith(_HUNG)), None):
-            health, seconds = self.health(), hung.removeprefix(_HUNG).rstrip(")!")
-            doing = f"{health.doing} environment {health.envid}"
-            who = "it" if health.doing == "waiting" else doing
-            return how, f"{who} hung for {seconds}"
+            health = self.health()
+            who = f"{health.doing} environment {health.envid}"
+            who = "it" if health.doing == "waiting" else who
+            return f"{who} hung for {hung.removeprefix(_HUNG).rstrip(')!')}"
         if not any(line.startswith("Traceback") for line in lines):
-            return how, ""
-        return how, [line for line in lines if line[:1].strip()][-1][:_REASON_LENGTH]
+            return ""
+        return [line for line in lines if line[:1].strip()][-1][:_REASON_LENGTH]
 
     def status(self, fleet: RunState) -> WorkerStatus:
         running = self.running if self.alive else _NotStarted()
-        state: WorkerState = "starting"
+        state: WorkerState = "restarting" if self.restarts else "starting"
         if running.pid:
             state = "running"
         elif fleet != "running":
             state = "ended"
-        elif self.restarts:
-            state = "restarting"
         return WorkerStatus(
             name=self.name,
             role=self.worker.role,
@@ -494,17 +476,16 @@ class _NotStarted:
 
 
 class Failures:
-    """The failures of workers that have made no progress since. So a run survives a crash a day,
-    and one that fails at every start ends soon."""
+    """The failures of workers that have made no progress since: a run survives a crash a day, and
+    one that fails at every start ends soon."""
 
     def __init__(self) -> None:
         self._failures: list[tuple[str, str]] = []  # who, and the error
         self._progress: dict[str, int] = {}
 
     def add(self, name: str, error: str, policy: RestartPolicy, progress: int = 0) -> float:
-        """Seconds until the worker that failed is started again: none after a first failure, and
-        doubling with each further one without progress. Progress is a number that is larger than at
-        its last failure if it has made some.
+        """Seconds until the worker that failed is started again. Progress is a number that has
+        risen since its last failure if it has made some.
 
         Raises:
             FleetError: It has failed too often; shows the first error of any worker that is not

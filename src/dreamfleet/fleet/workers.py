@@ -86,11 +86,8 @@ def _worker(
 def env_workers(
     make_train: Factory, make_eval: Factory, args: RunConfig, only: range | None = None
 ) -> list[Worker]:
-    """Workers for the run's environments, or for `only` some of them.
-
-    Training environments are numbered from 0, evaluation environments after them. Those of a
-    process call the same actor.
-    """
+    """Workers for the run's environments, or for `only` some of them. Training environments are
+    numbered from 0, evaluation environments after them. Those of a process call the same actor."""
     wanted = range(args.all_envs) if only is None else only
     workers = []
     for is_eval, make in ((False, make_train), (True, make_eval)):
@@ -112,11 +109,3 @@ def env_worker(
     function = partial(parallel_env, make, ids, args, is_eval, **more)
     worker = _worker(f"env-{ids[0]}", function, args)
     return replace(worker, name=name or worker.name)
-
-
-def worker_names(args: RunConfig) -> list[str]:
-    """The names of a run's workers on the machine that starts it."""
-
-    def nothing() -> None: ...
-
-    return [worker.name for worker in fleet_workers(Factories(*[nothing] * 7), args)]

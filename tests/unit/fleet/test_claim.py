@@ -25,7 +25,7 @@ IN_USE = r"is in use by a run that is under way [(]process 77 on elsewhere[)]"
 @contextmanager
 def another_machine(logdir: Path, *, beats: bool) -> Iterator[None]:
     """A run of another machine, whose clock is an hour late and whose lock does not reach us."""
-    record = FleetRecord(77, 1.0, "elsewhere", "local", time.time() - 3600)
+    record = FleetRecord(77, 1.0, "elsewhere", time.time() - 3600)
     write_record(logdir, record)
     over = threading.Event()
 

@@ -182,14 +182,16 @@ def test_the_revoked_are_dropped(tmp_path: Path) -> None:
 
 
 def test_there_is_room_for_so_many_only(tmp_path: Path) -> None:
-    server = nodes(tmp_path)
-    server._room = {False: 3, True: 1}
+    run = bound(tmp_path).changed({"envs": 2})
+    supervisor: Any = AtOnce()
+    capacity = {"replay.capacity": 6 * run.window - 1}
+    server = JoinedNodes(run.changed(capacity), "tcp://127.0.0.1:{auto}", supervisor)
     poll(server, "one", envs=2)
-    with pytest.raises(Refused, match="2 have joined, and there is room for 3"):
+    with pytest.raises(Refused, match=r"2 have joined, .* have room for 1 more"):
         poll(server, "two", envs=2)
-    poll(server, "two", envs=1, eval_envs=1)
-    with pytest.raises(Refused, match="evaluation"):
-        poll(server, "three", envs=0, eval_envs=1)
+    poll(server, "two", envs=0, eval_envs=1)
+    with pytest.raises(Refused, match="room for 0 more"):
+        poll(server, "three", envs=1)
 
 
 def test_a_run_with_rounds_of_evaluation_plays_them_itself(tmp_path: Path) -> None:

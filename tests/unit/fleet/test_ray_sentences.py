@@ -22,30 +22,27 @@ def worker(name: str, role: Any, **asks: Any) -> Worker:
     return Worker(name, role, int, resources=Resources(**asks))
 
 
-def test_a_worker_that_fits_on_no_node_is_named_with_what_it_asks_for() -> None:
+@pytest.mark.parametrize(
+    ("resources", "words"),
+    [
+        ({"cpu": 1, "gpu": 2}, r"agent \(1 CPU and 2 GPU\); .* each is 4 CPU and 1 GPU"),
+        ({"cpu": 4, "gpu": 1}, r"agent \(4 CPU and 1 GPU\)"),  # on no node together
+        ({"memory": int(1e11)}, "100 GB of memory"),
+        ({"custom": {"simulator": 1}}, "1 simulator"),
+    ],
+)
+def test_a_worker_that_fits_on_no_node_is_refused_with_what_it_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resources: dict[str, Any], words: str
+) -> None:
     nodes = [{"CPU": 4.0, "memory": 8e9}, {"CPU": 1.0, "GPU": 1.0, "memory": 64e9}]
-    fits = [worker("agent", "agent", cpu=1, gpu=1), worker("replay", "replay", memory=int(32e9))]
-    assert launcher.missing(fits, nodes) == ""
-    said = launcher.missing([worker("agent", "agent", cpu=1, gpu=2)], nodes)
-    assert "what agent asks for, 1 CPU and 2 GPU (resources.agent)" in said
-    assert "the most that one has is 1 GPU" in said
-    # Each node has some of it, and none all of it.
-    assert "asks for, 4 CPU and 1 GPU" in launcher.missing(
-        [worker("agent", "agent", cpu=4, gpu=1)], nodes
-    )
-    assert "100 GB of memory" in launcher.missing(
-        [worker("replay", "replay", memory=int(1e11))], nodes
-    )
-    assert "1 simulator" in launcher.missing(
-        [worker("env-0", "env", custom={"simulator": 1})], nodes
-    )
-
-
-def test_workers_that_do_not_fit_together_are_counted() -> None:
-    many = [worker(f"env-{n}", "env", cpu=1) for n in range(6)]
-    said = launcher.missing(many, [{"CPU": 4.0}, {"CPU": 1.0}])
-    assert "ask for 6 CPU in all, and the Ray cluster has 5 CPU" in said
-    assert launcher.missing(many, [{"CPU": 4.0}, {"CPU": 2.0}]) == ""
+    there = [{"NodeID": str(n), "Resources": each} for n, each in enumerate(nodes)]
+    monkeypatch.setattr(launcher, "connect", lambda *_: lambda: None)
+    monkeypatch.setattr(launcher, "nodes", lambda: there)
+    with (
+        launcher.RayLauncher(tmp_path, small_run(tmp_path)) as ray,
+        pytest.raises(ConfigError, match=rf"{words}.* resources\.agent, .* set ray_wait"),
+    ):
+        ray.prepare([worker("agent", "agent", **resources)])
 
 
 def test_a_machine_that_cannot_run_a_worker_says_why() -> None:

@@ -31,11 +31,11 @@ WORKERS = (
 def of_another_process() -> FleetRecord:
     """Of a process that lives and is not this one."""
     other = psutil.Process(os.getppid())
-    return FleetRecord(other.pid, other.create_time(), socket.gethostname(), "local", 0.0)
+    return FleetRecord(other.pid, other.create_time(), socket.gethostname(), 0.0)
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    record = replace(FleetRecord.of_this_process("local"), workers=WORKERS, state="ending")
+    record = replace(FleetRecord.of_this_process(), workers=WORKERS, state="ending")
     write_record(tmp_path / "run", record)
     assert read_record(tmp_path / "run") == record
     plain = json.loads((tmp_path / "run" / FILE_NAME).read_text())

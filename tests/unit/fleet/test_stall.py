@@ -17,7 +17,7 @@ def worker(name: str, state: Any = "running", age: float = 500.0, **more: Any) -
 
 
 def why(*workers: WorkerStatus, elsewhere: tuple[HealthRecord, ...] = (), **changes: Any) -> str:
-    record = FleetRecord(1, 0.0, "here", "local", 0.0, workers, written=NOW, responding=True)
+    record = FleetRecord(1, 0.0, "here", 0.0, workers, written=NOW, responding=True)
     status = RunStatus.of(replace(record, **changes), RunConfig(log_every=10.0, steps=600))
     return why_still(status, 7.0, elsewhere)
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,6 @@ METRICS: dict[str, Any] = {
     "learner/updates": 40.0,
     "learner/updates_per_second": 4.0,
     "learner/replay_ratio": 1.5,
-    "actor/steps_per_second": 50.0,
 }
 
 
@@ -61,7 +61,7 @@ class Run:
         self.config = small_run(logdir, **{"log_every": 10.0, **settings})
         self.metrics, self._logs = dict(METRICS), False
         self.says("agent")
-        self.record = replace(FleetRecord.of_this_process("local"), workers=(self.worker("agent"),))
+        self.record = replace(FleetRecord.of_this_process(), workers=(self.worker("agent"),))
         (logdir / "config.json").write_text(self.config.to_json())
         self.write()
 
@@ -94,18 +94,24 @@ class Run:
         """What a reader finds."""
         return seen(Watcher(self.logdir))
 
-    def supervised(self) -> RunStatus:
-        """What the supervisor finds at its first look."""
+    def supervised(self, *, moves: bool = False) -> RunStatus:
+        """What the supervisor finds at its first look, or at the next if the run makes steps."""
+        writer = StatusWriter(self.logdir, lambda: self.record)
+        if moves:
+            self.metrics["step"] -= 1
+            self.log()
+            writer.look(self.record)
+            self.metrics["step"] += 1
         if self._logs:
             self.log()
-        status = StatusWriter(self.logdir, lambda: self.record).look(self.record)
+        status = writer.look(self.record)
         assert status is not None
         return status
 
-    def lines(self) -> list[str]:
+    def lines(self, *, moves: bool = False) -> list[str]:
         """What is said of it."""
         said: list[str] = []
-        StatusLines(self.supervised, said.append).show()
+        StatusLines(partial(self.supervised, moves=moves), said.append).show()
         return said
 
 
@@ -131,10 +137,7 @@ def drawn(status: RunStatus) -> str:
 
 def test_lines_display_and_json_agree(run: Run) -> None:
     """On what the run does, and on why it stands still: a terminal shows no less than lines do."""
-    run.metrics |= {
-        "actor/steps_per_second": 0.0,
-        "learner/start": "starting from there, loaded 2 of 9 entries: nets/encoder (2)",
-    }
+    run.metrics["learner/start"] = "starting from there, loaded 2 of 9 entries: nets/encoder (2)"
     run.says("actor", "no observation from environment 2 yet")
     with run.logger():
         lines, status = run.lines(), run.supervised()
@@ -171,7 +174,6 @@ def test_machines_are_those_that_the_supervisor_knows(
 ) -> None:
     monkeypatch.setattr(status_writer, "_WRITE_SECONDS", 0.01)
     run = Run(tmp_path, bind="127.0.0.1", remote_envs=True)
-    run.metrics["actor/steps_per_second"] = 0.0
     machines: list[MachineStatus] = []
     watcher = Watcher(tmp_path)
     with written_by(run, lambda: tuple(machines)):
@@ -200,8 +202,10 @@ def test_a_joined_machine_that_makes_no_steps_is_named_with_why_also_while_other
     machines = (idle, box("busy", error="a failure"), replace(idle, name="gone", state="left"))
     run = Run(tmp_path, bind="127.0.0.1")
     with written_by(run, lambda: machines):
-        status = run.look()
-    assert status.waiting == ""
+        run.metrics["step"] += 1
+        run.log()
+        while (status := run.look()).waiting:
+            time.sleep(0.01)
     assert status.message == "idle makes no steps: its port is closed."
 
 
@@ -371,7 +375,11 @@ def written_by(
     run: Run, machines: Callable[[], tuple[MachineStatus, ...]] = tuple
 ) -> Iterator[None]:
     """The run's supervisor writes `status.json` with what the logger told it."""
-    with StatusWriter(run.logdir, lambda: run.record, machines), run.logger():
+
+    def record() -> FleetRecord:
+        return replace(run.record, machines=machines())
+
+    with StatusWriter(run.logdir, record), run.logger():
         while (record := read_record(run.logdir)) is None or not record.responding:
             time.sleep(0.01)
         yield
@@ -428,20 +436,6 @@ def test_a_run_on_another_machine_is_followed_by_its_beat(
         beat.write_text(f"name {count} 7.0")
         found = seen(watcher)
     assert (found.state, found.step, found.seconds) == ("running", 300, 77.0)
-
-
-def test_a_run_of_the_version_before_is_shown(run: Run) -> None:
-    fields = ("pid", "created", "host", "launcher", "started", "state")
-    worker = {
-        name: getattr(run.record.workers[0], name)
-        for name in ("name", "role", "state", "pid", "host", "started", "restarts", "error")
-    }
-    old = {**{name: getattr(run.record, name) for name in fields}, "workers": [worker]}
-    (run.logdir / "status.json").unlink()
-    (run.logdir / "fleet.json").write_text(json.dumps(old))
-    found = run.look()
-    assert found.state == "running"
-    assert [each.name for each in found.workers] == ["agent"]
 
 
 # --- the run's directory --------------------------------------------------------------------------
@@ -502,8 +496,8 @@ def test_metrics_of_a_damaged_file_do_not_hide_the_run(run: Run) -> None:
 
 def test_the_rate_is_that_of_the_last_while() -> None:
     progress = _Progress()
-    progress.add(0.0, 0, 0, 7.0)
-    assert progress.rate == 7.0, "what the actor reported, before there is more"
+    progress.add(0.0, 0, 0)
+    assert progress.rate == 0.0
     progress.add(20.0, 0, 0)
     progress.add(30.0, 100, 0)
     assert progress.rate == 10.0, "the time before the first step does not count"
@@ -520,10 +514,12 @@ def test_the_rate_is_that_of_the_last_while() -> None:
 
 def test_a_run_that_collects_may_take_a_while_until_it_learns() -> None:
     progress = _Progress()
-    for now, step in ((0.0, 1), (10.0, 10), (20.0, 20), (31.0, 30)):
-        progress.add(now, step, 0, 1.0)
+    progress.add(0.0, 1, 0)
+    assert progress.stands_still(10.0), "nothing is known at the first look"
+    for now, step in ((10.0, 10), (20.0, 20), (31.0, 30)):
+        progress.add(now, step, 0)
         assert not progress.stands_still(10.0)
-    progress.add(40.0, 40, 0, 1.0)
+    progress.add(40.0, 40, 0)
     assert progress.stands_still(10.0)
     assert progress.still_for == 40.0
     progress.add(50.0, 50, 1)
@@ -547,16 +543,8 @@ def test_a_run_may_take_a_while_until_it_learns_also_if_its_first_step_was_late(
     assert progress.stands_still(10.0)
 
 
-def test_a_first_look_trusts_what_actors_report() -> None:
-    for reported, still in ((0.0, True), (9.0, False)):
-        progress = _Progress()
-        progress.add(0.0, 100, 7, reported)
-        assert progress.stands_still(10.0) == still
-
-
 def test_a_run_without_progress_is_never_silent(run: Run) -> None:
     """Also if no worker says that it waits."""
-    run.metrics["actor/steps_per_second"] = 0.0
     with run.logger():
         status = run.supervised()
     assert status.waiting == "no progress for 0 s, and no worker says that it waits"
@@ -570,7 +558,7 @@ def test_an_environment_that_hangs_is_named_also_while_others_go_on(run: Run) ->
         health._record.since = time.time() - seconds
     run.metrics |= {"env/failures": 4.0, "env/failures_per_1000_steps": 13.3}
     with run.logger():
-        lines, status = run.lines(), run.supervised()
+        lines, status = run.lines(moves=True), run.supervised(moves=True)
     assert re.fullmatch(
         r"environment 3 is in a step for 4\d s: after 300 s \(env_timeout\) its process is ended "
         r"and started again\.",
@@ -583,10 +571,7 @@ def test_an_environment_that_hangs_is_named_also_while_others_go_on(run: Run) ->
     assert json.loads(status.to_json())["env_failures"] == 4
 
 
-def test_a_run_that_compiles_says_so_and_shows_no_speed_of_before(run: Run) -> None:
-    """Also at the first look, when all that is known of the speed is what an actor reported that
-    has been restarted since."""
-    run.metrics["actor/steps_per_second"] = 149.5
+def test_a_run_that_compiles_says_so_at_the_first_look(run: Run) -> None:
     run.says("agent", "the learner is compiling the agent", age=42.0)
     run.says("actor", "an old text", age=90.0)
     run.write(workers=(run.worker("agent", started=time.time() - 50),))
@@ -601,11 +586,7 @@ def test_no_time_is_left_once_all_steps_are_made() -> None:
     assert _time_left(RunConfig(steps=500), 450, 50.0, 10.0) == 1.0
 
 
-def test_time_left_is_that_of_what_ends_first(tmp_path: Path) -> None:
-    run = Run(tmp_path, duration=1000.0)
-    with run.logger():
-        assert run.supervised().seconds_left == pytest.approx(6.0), "300 steps at 50 a second"
-    run.metrics["actor/steps_per_second"] = 0.1
-    with run.logger():
-        status = run.supervised()
-    assert status.seconds_left == pytest.approx(1000.0 - status.seconds)
+def test_time_left_is_that_of_what_ends_first() -> None:
+    run = RunConfig(steps=600, duration=1000.0)
+    assert _time_left(run, 300, 50.0, 10.0) == 6.0
+    assert _time_left(run, 300, 0.1, 10.0) == 990.0

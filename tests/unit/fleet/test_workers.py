@@ -11,7 +11,7 @@ from fleet_parts import small_run
 
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.launchers import Worker
-from dreamfleet.fleet.workers import env_workers, fleet_workers, worker_names
+from dreamfleet.fleet.workers import env_workers, fleet_workers
 from dreamfleet.roles.runtime import Factories
 
 
@@ -25,7 +25,7 @@ def workers_of(config: RunConfig) -> list[Worker]:
 def test_a_run_has_an_agent_environments_a_replay_and_a_logger(tmp_path: Path) -> None:
     config = small_run(tmp_path, envs=5, envs_per_process=2, eval_envs=1)
     names = ["agent", "env-0", "env-2", "env-4", "env-5", "replay", "logger"]
-    assert [worker.name for worker in workers_of(config)] == worker_names(config) == names
+    assert [worker.name for worker in workers_of(config)] == names
     assert [worker.role for worker in workers_of(config) if worker.ends_run] == ["agent"]
 
 
@@ -37,7 +37,7 @@ def test_parts_that_run_elsewhere_are_left_out(tmp_path: Path) -> None:
         remote_replay=True,
         replay_addr="ipc:///x/b",
     )
-    assert worker_names(config) == ["agent", "logger"]
+    assert [worker.name for worker in workers_of(config)] == ["agent", "logger"]
 
 
 def test_environments_of_a_process_call_one_actor(tmp_path: Path) -> None:

@@ -272,7 +272,6 @@ def status(*workers: WorkerStatus, **more: Any) -> RunStatus:
         pid=1,
         created=0.0,
         host="here",
-        launcher="local",
         started=0.0,
         config=RunConfig(),
         state="running",

@@ -1,11 +1,8 @@
 """Launchers: who starts and ends the workers of a fleet, and what they are given.
 
-A launcher is one file in this folder that implements `Launcher`. The policy (when
-to restart, when to give up, in which order to stop) is the supervisor's, the same over all of them.
-`tests/contract/test_launchers.py` is what a launcher has to pass.
-
-A worker that is started again may come up on another machine and listen elsewhere: others find it
-through its published address (`dreamfleet.roles.addresses`), so a launcher need not keep addresses.
+A launcher is one file in this folder that implements `Launcher`. The supervisor decides when to
+restart, when to give up, and in which order to stop. `tests/contract/test_launchers.py` is what a
+launcher has to pass.
 """
 
 from __future__ import annotations
@@ -132,11 +129,7 @@ LAUNCHERS = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__
 
 
 def find_launcher(name: str) -> type[Launcher]:
-    """The launcher of this name.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """The launcher of this name."""
     if name not in LAUNCHERS:
         hint = did_you_mean(name, LAUNCHERS, f"choose from {', '.join(LAUNCHERS)}.")
         raise ConfigError(f"There is no launcher {name!r}: {hint}")

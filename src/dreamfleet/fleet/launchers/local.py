@@ -1,16 +1,13 @@
 """The local launcher: every worker is a process of this machine.
 
-A worker runs in a fresh interpreter (`python -m dreamfleet.fleet.launchers.local`). Its standard
-input tells it what to do: a line of JSON (where modules are found, the process title), then a
+A worker runs in a fresh interpreter. Its standard input tells it what to do: a line of JSON, then a
 function pickled by cloudpickle, from parent to child only. Unlike with `multiprocessing`, a script
-needs no guard around its main code, and a process imports what its own function needs and nothing
-else.
+needs no guard around its main code, and a process imports only what its own function needs.
 
 The pipe stays open. When it ends, the parent is gone, and the worker has two seconds to stop with
-everything that it has started. So nothing is left behind even when the parent is killed. Workers
-have a session of their own, so signals to the parent's process group (Ctrl-C, `timeout`) do not
-reach them. A SIGTERM to all processes of a job (Slurm, systemd) does: a worker gives the supervisor
-ten seconds to stop the workers in order, then it ends by itself.
+everything that it has started. Workers have a session of their own, so signals to the parent's
+process group (Ctrl-C, `timeout`) do not reach them. A SIGTERM to all processes of a job (Slurm,
+systemd) does: a worker gives the supervisor ten seconds to stop the workers in order.
 """
 
 from __future__ import annotations
@@ -224,7 +221,7 @@ def bound_log(path: Path, most: int = _LOG_BYTES) -> None:
 
 
 def _end_group() -> None:
-    """End this process and all that it has started: its supervisor is gone."""
+    """End this process and all that it has started."""
     remove_socket_files()
     os.killpg(os.getpid(), signal.SIGKILL)
 

@@ -22,11 +22,12 @@ import sys
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import cloudpickle
 
@@ -69,9 +70,9 @@ class Place(NamedTuple):
     node: str
     """Ray's id of the node."""
     sees: bool
-    """Whether the run's directory is there,"""
+    """Whether the run's directory is there."""
     writes: bool
-    """and can be written to."""
+    """Whether it can be written to."""
     version: str
     """Of this package's code there."""
 
@@ -109,20 +110,10 @@ class _Host:
         self._worker = LocalWorker(worker, cloudpickle.dumps(function), log_file)
         return self._worker.pid, self._worker.log_start
 
-    def wait(self) -> int:
-        """Its exit code, once it has ended."""
-        assert self._worker is not None
-        code = self._worker.wait()
-        assert code is not None
-        return code
-
-    def terminate(self) -> None:
-        if self._worker:
-            self._worker.terminate()
-
-    def kill(self) -> None:
-        if self._worker:
-            self._worker.kill()
+    def call(self, method: Literal["wait", "terminate", "kill"]) -> int | None:
+        """Call a method of the process, once it has started."""
+        result: int | None = getattr(self._worker, method)()
+        return result
 
 
 def _run(keys: Keys | RoleKey | None, host: str, path: Sequence[str], payload: bytes) -> None:
@@ -171,8 +162,13 @@ class RayLauncher:
     def prepare(self, workers: Sequence[Worker]) -> None:
         self.payloads = {each.name: pickled(each.name, each.function) for each in workers}
         self._disconnect = connect(self._args, _sum(workers))
-        self._wait_for_nodes(workers)
-        self._homes = homes([each for each in workers if each.apart], nodes())
+        for worker in () if self._args.ray_wait else workers:
+            if not fitting(worker.resources.amounts(), nodes()):
+                raise ConfigError(_no_room(worker))
+        apart, deadline = [w for w in workers if w.apart], time.monotonic() + self._args.ray_wait
+        while apart and not (found := homes(apart, nodes())) and time.monotonic() < deadline:
+            time.sleep(1.0)
+        self._homes = found if apart else {}
         # Environments fit anywhere, and leave the others the machines that those need.
         for envs in (False, True):
             group = [each for each in workers if (each.role == "env") == envs]
@@ -206,26 +202,10 @@ class RayLauncher:
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
             strategy = NodeAffinitySchedulingStrategy(home, soft=False)
-        options: dict[str, Any] = {"num_cpus": asks.cpu, "num_gpus": asks.gpu}
-        if asks.memory:
-            options["memory"] = asks.memory
-        return (
-            ray.remote(_Host)
-            .options(
-                max_concurrency=_THREADS,
-                resources=asks.custom,
-                scheduling_strategy=strategy,
-                **options,
-            )
-            .remote()
-        )
-
-    def _wait_for_nodes(self, workers: Sequence[Worker]) -> None:
-        deadline = time.monotonic() + self._args.ray_wait
-        while problem := missing(workers, [node["Resources"] for node in nodes()]):
-            if time.monotonic() >= deadline:
-                raise ConfigError(problem)
-            time.sleep(min(1.0, self._args.ray_wait))
+        options = {"num_cpus": asks.cpu, "num_gpus": asks.gpu, "resources": asks.custom}
+        options |= {"memory": asks.memory} if asks.memory else {}
+        options |= {"max_concurrency": _THREADS, "scheduling_strategy": strategy}
+        return ray.remote(_Host).options(**options).remote()
 
     def _place(self, workers: Sequence[Worker], deadline: float) -> None:
         hosts = {worker.name: self._host(worker) for worker in workers}
@@ -246,10 +226,7 @@ LAUNCHER = RayLauncher
 
 
 class RayWorker:
-    """A process on some machine of the cluster.
-
-    A thread follows it through its life: placed, started, ended.
-    """
+    """A process on some machine of the cluster; a thread follows it until it has ended."""
 
     def __init__(
         self, launcher: RayLauncher, worker: Worker, actor: Any, place: Place | None
@@ -269,24 +246,27 @@ class RayWorker:
 
     def terminate(self) -> None:
         self._asked_to_stop = True
-        # One that waits for a machine has nothing to save.
-        self._tell(self._actor.terminate.remote if self.pid else partial(ray.kill, self._actor))
+        self._tell("terminate")
 
     def kill(self) -> None:
         """Its host kills it, with all that it has started, or is killed if it does not answer."""
         if self._ended.is_set():
             return
-        kill_host = partial(ray.kill, self._actor)
-        self._tell(self._actor.kill.remote if self.pid else kill_host)
-        timer = threading.Timer(_KILLED_WITHIN, self._tell, [kill_host])
+        self._tell("kill")
+        timer = threading.Timer(_KILLED_WITHIN, self._tell)
         timer.daemon = True
         timer.start()
 
-    def _tell(self, call: Callable[[], object]) -> None:
+    def _tell(self, method: str = "") -> None:
+        """Call a method of the process; without one, or if there is no process yet, which has
+        nothing to save, its host is killed."""
         # Ray would connect once more, and abort the process over an actor it does not know.
         if not self._ended.is_set() and ray.is_initialized():
             with suppress(Exception):  # the cluster is gone
-                call()
+                if method and self.pid:
+                    self._actor.call.remote(method)
+                else:
+                    ray.kill(self._actor)
 
     def output(self) -> str:
         written = tail(self._log_file, self._log_start) if self.pid else ""
@@ -311,11 +291,7 @@ class RayWorker:
             self._ended.set()
 
     def _live(self) -> int:
-        """From its place to its exit code.
-
-        Raises:
-            ClusterError: Its machine, or its actor, is gone, or it found no place.
-        """
+        """From its place to its exit code; a `ClusterError` says why there is none."""
         actor, worker, launcher = self._actor, self._worker, self._launcher
         if self._place is None:
             self._place = _placed(worker, actor.place.remote(launcher.mark), launcher.patience)
@@ -327,7 +303,7 @@ class RayWorker:
         self.host, self.pid = self._place.host, pid
         while True:
             try:
-                return int(self._result(actor.wait.remote()))
+                return int(self._result(actor.call.remote("wait")))
             except ray.exceptions.ActorUnavailableError:
                 # A lost connection, or the first sign of a lost machine: asking again tells.
                 log.debug("%s cannot be reached", worker.name)
@@ -347,13 +323,8 @@ class RayWorker:
 
 
 def connect(args: RunConfig, needed: Mapping[str, float]) -> Callable[[], None]:
-    """Connect this process to a cluster, or start one; returns what ends that. A program that is
-    connected stays so. A cluster of our own has at least what is needed.
-
-    Raises:
-        ConfigError: There is none at this address, or it does not fit.
-        ClusterError: It does not start.
-    """
+    """Connect this process to a cluster, or start one that has what is needed; returns what ends
+    that. A program that is connected stays so."""
     if ray.is_initialized():
         return lambda: None
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -391,15 +362,10 @@ def connect(args: RunConfig, needed: Mapping[str, float]) -> Callable[[], None]:
                 raise
             where = f"the Ray cluster at {address}" if address else "a Ray cluster on this machine"
             # Ray looks for its token only at a cluster that it has found by itself.
-            token = (
-                ""
-                if _AUTH_MODE in os.environ
-                else f"set {_AUTH_MODE}=token if it asks for a token, "
-            )
             raise ConfigError(
                 f"There is no connection to {where}: {_line(error)} Start one with 'ray start "
-                f"--head', {token if address else ''}name another --ray-address, or use "
-                "--ray-address local."
+                f"--head', set {_AUTH_MODE}=token if it asks for a token, name another "
+                "--ray-address, or use --ray-address local."
             ) from None
 
 
@@ -410,11 +376,8 @@ def _is_started_here() -> bool:
 
 
 def _choose_token() -> None:
-    """Protect a cluster of our own with a token that lives as long as this process.
-
-    Ray would write one to the user's home, and from then on ask for it in every cluster that is
-    started on this machine. Who has one there, or has chosen otherwise, keeps that.
-    """
+    """Protect a cluster of our own with a token that lives as long as this process. Ray would write
+    one to the user's home, and then ask for it in every cluster that is started on this machine."""
     names = (_AUTH_MODE, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
     if any(name in os.environ for name in names):
         return
@@ -447,11 +410,11 @@ def nodes() -> list[dict[str, Any]]:
 
 def fitting(asks: Mapping[str, float], nodes: Iterable[Mapping[str, Any]]) -> list[str]:
     """The ids of the nodes that have so much."""
-    return [str(node["NodeID"]) for node in nodes if _has(node["Resources"], asks)]
-
-
-def _has(there: Mapping[str, float], asks: Mapping[str, float]) -> bool:
-    return all(there.get(name, 0.0) >= amount for name, amount in asks.items())
+    return [
+        str(node["NodeID"])
+        for node in nodes
+        if all(node["Resources"].get(name, 0.0) >= amount for name, amount in asks.items())
+    ]
 
 
 def homes(workers: Sequence[Worker], nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -466,37 +429,11 @@ def homes(workers: Sequence[Worker], nodes: Sequence[Mapping[str, Any]]) -> dict
     return found
 
 
-def missing(workers: Sequence[Worker], nodes: Sequence[Mapping[str, float]]) -> str:
-    """Why workers cannot all be placed on nodes with these resources, for Ray would wait for ever;
-    empty if they can, as far as is known."""
+def _sum(workers: Iterable[Worker]) -> dict[str, float]:
+    total: Counter[str] = Counter()
     for worker in workers:
-        asks = worker.resources.amounts()
-        if any(_has(node, asks) for node in nodes):
-            continue
-        lacking = [k for k, v in asks.items() if all(node.get(k, 0.0) < v for node in nodes)]
-        most = {k: max(node.get(k, 0.0) for node in nodes) for k in lacking or asks}
-        return (
-            f"No node of the Ray cluster has what {worker.name} asks for, {_text(asks)} "
-            f"(resources.{worker.role}): the most that one has is {_text(most)}. Ask for less, or "
-            "add a node; if nodes are still to come, set ray_wait."
-        )
-    for name, total in _sum(workers).items():
-        there = sum(node.get(name, 0.0) for node in nodes)
-        if total > there:
-            return (
-                f"The processes of the run ask for {_text({name: total})} in all, and the Ray "
-                f"cluster has {_text({name: there})}: use more envs_per_process or fewer envs, "
-                "lower resources.env, or add nodes; if nodes are still to come, set ray_wait."
-            )
-    return ""
-
-
-def _sum(workers: Sequence[Worker]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for worker in workers:
-        for name, amount in worker.resources.amounts().items():
-            total[name] = total.get(name, 0.0) + amount
-    return total
+        total.update(worker.resources.amounts())
+    return dict(total)
 
 
 def _text(amounts: Mapping[str, float]) -> str:
@@ -508,26 +445,28 @@ def _text(amounts: Mapping[str, float]) -> str:
 
 
 def _placed(worker: Worker, asked: Any, seconds: float) -> Place:
-    """Where a worker's host is.
-
-    Raises:
-        ClusterError: It found no place in time, or one where the worker cannot run.
-    """
-    asks = _text(worker.resources.amounts())
+    """Where a worker's host is; a `ClusterError` says why it is nowhere, or cannot run there."""
     try:
         place: Place = ray.get(asked, timeout=seconds)
     except ray.exceptions.GetTimeoutError:
-        raise ClusterError(
-            f"No node of the Ray cluster had room for {worker.name} ({asks}) within "
-            f"{seconds:.0f} s: end what else runs there, ask for less with "
-            f"resources.{worker.role}, or add a node."
-        ) from None
+        raise ClusterError(_no_room(worker, seconds)) from None
     except ray.exceptions.RayError as error:
         raise ClusterError(_why_not_made(error)) from None
     problem = _unfit(place)
     if problem:
         raise ClusterError(problem)
     return place
+
+
+def _no_room(worker: Worker, seconds: float = 0.0) -> str:
+    asks, there = worker.resources.amounts(), nodes()
+    most = {k: max((node["Resources"].get(k, 0.0) for node in there), default=0.0) for k in asks}
+    return (
+        f"No node of the Ray cluster had room for {worker.name} ({_text(asks)})"
+        f"{f' within {seconds:.0f} s' if seconds else ''}; the most that one has of each is "
+        f"{_text(most)}. End what else runs there, use fewer envs, ask for less with "
+        f"resources.{worker.role}, or add a node; if nodes are still to come, set ray_wait."
+    )
 
 
 def _unfit(place: Place) -> str:

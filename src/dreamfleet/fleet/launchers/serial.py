@@ -26,11 +26,8 @@ _ABANDONED = -9
 
 
 class SerialLauncher:
-    """Starts threads, with what they log in `logs/serial.log`.
-
-    Any function will do: nothing is pickled. Environment variables are not set, because all threads
-    share them.
-    """
+    """Starts threads, with what they log in `logs/serial.log`. Nothing is pickled, and environment
+    variables are not set, because all threads share them."""
 
     default_address = "ipc://{auto}"
 
@@ -66,11 +63,8 @@ class SerialLauncher:
 
 
 class SerialWorker:
-    """A thread that runs a worker's function.
-
-    A thread cannot be killed: one that does not stop when it is asked to is abandoned, and ends
-    with the process.
-    """
+    """A thread that runs a worker's function. It cannot be killed: one that does not stop when
+    asked to is abandoned, and ends with the process."""
 
     def __init__(self, worker: Worker) -> None:
         self.pid = os.getpid()
