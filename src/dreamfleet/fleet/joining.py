@@ -75,7 +75,7 @@ _LOOKED_UP = "tcp://127.0.0.1:{auto}"
 _ROLE = re.compile(r"actor(-[0-9]{1,4})?")
 _REFUSED_KEY = "refused the key"
 _OTHER_KEY = "handshake failed"
-_LEAVING = "Leaving the run; once more ends at once."
+_LEAVING = "Leaving the run; a second signal ends at once."
 _END_SECONDS = 20.0
 
 
@@ -203,12 +203,12 @@ class _Machine:
         except RemoteError as error:  # without where it stood in the run's program
             text = str(error.args[0])
             text = text.partition(f"{error.kind}: ")[2] or text
-            refused = "The run does not want this machine any more: " if self._name else ""
+            refused = "The run has dismissed this machine: " if self._name else ""
             raise JoinError(f"{refused}{text}") from None
         except msgspec.ValidationError as error:
             raise JoinError(
-                f"The run's answer is not what this version understands ({error}): use the same "
-                "version of Dreamfleet on both machines."
+                f"This version cannot read the run's answer ({error}): use the same version of "
+                "Dreamfleet on both machines."
             ) from None
 
     # --- joining ---------------------------------------------------------------------------------
@@ -431,7 +431,7 @@ def port_problem(address: Address, seconds: float) -> str:
     except ConnectionRefusedError:
         return _REFUSED
     except TimeoutError:
-        return f"there is no answer within {seconds:g} s, mostly because of a firewall"
+        return f"there is no answer within {seconds:g} s, probably because of a firewall"
     except OSError as error:
         return error.strerror or str(error)
     return ""
@@ -446,8 +446,8 @@ def _check_spaces(task: str, run: str, here: tuple[Spaces, Spaces]) -> None:
         return
     for what, key, theirs, ours in space_differences(there, here):
         raise JoinError(
-            f"{task} is another environment here than in the run: the {what} {key!r} is {ours} "
-            f"here and {theirs} there. Install the same version of it on both machines."
+            f"{task} differs between this machine and the run: the {what} {key!r} is {ours} here "
+            f"and {theirs} there. Install the same version of it on both machines."
         )
 
 
@@ -465,8 +465,8 @@ def _check_port(address: Address) -> None:
     if problem:
         raise JoinError(
             f"{address.host}:{address.port} cannot be reached: {problem}. Check the address, and "
-            f"that TCP port {address.port} and the others that stand below the run's line are open "
-            "for this machine."
+            f"that TCP port {address.port} and the other ports that the run printed are open for "
+            "this machine."
         )
 
 
@@ -474,13 +474,13 @@ def _unreachable(address: Address, text: str) -> str:
     there = f"{address.host}:{address.port}"
     if _REFUSED_KEY in text:
         return (
-            f"The run at {there} refused the key: it was revoked, or is another run's. Ask for a "
-            "new line, which 'dreamfleet invite DIR' prints there."
+            f"The run at {there} refused the key: it was revoked, or belongs to another run. "
+            "'dreamfleet invite DIR' prints a valid line on the run's machine."
         )
     if _OTHER_KEY in text:
         return (
-            f"What listens at {there} does not know this key: it is another run, or the line was "
-            "not copied whole. 'dreamfleet invite DIR' prints it again there."
+            f"The server at {there} does not know this key: it belongs to another run, or the line "
+            "was not copied completely. 'dreamfleet invite DIR' prints it on the run's machine."
         )
     return f"The run at {there} does not answer: {text} It may have ended."
 

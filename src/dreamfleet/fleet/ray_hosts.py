@@ -38,7 +38,7 @@ def run_hosts(run: Run, config: RunConfig, say: Say) -> None:
     disconnect = connect(config, asks)
     try:
         count = config.hosts or len(fitting(asks, nodes())) or 1
-        say(f"Starting {count} hosts on the Ray cluster; what they say goes to {logdir / 'logs'}")
+        say(f"Starting {count} hosts on the Ray cluster; their output goes to {logdir / 'logs'}")
         workers = [
             Worker(
                 f"host-{index}",

@@ -138,7 +138,7 @@ def test_a_firewall_is_named_with_how_long_was_waited_and_which_port(
     monkeypatch.setattr(socket, "create_connection", nothing)
     line = f"dreamfleet://10.0.0.5:5550/#{Keys.generate().invite('env').text}"
     with pytest.raises(
-        JoinError, match=r"10\.0\.0\.5:5550 .*within 10 s.*firewall.*port 5550 and the others"
+        JoinError, match=r"10\.0\.0\.5:5550 .*within 10 s.*firewall.*port 5550 and the other"
     ):
         joined(line)
 
