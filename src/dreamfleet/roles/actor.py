@@ -322,8 +322,8 @@ class Actor:
             self._forgotten += gone
         if gone:
             log.warning(
-                "%s: no connection, and no step for %.0f s; dropped, with episodes that were under "
-                "way (episode_timeout is %g s)",
+                "%s: no connection, and no step for %.0f s; dropped, with its running episodes "
+                "(episode_timeout is %g s)",
                 *(_names(gone), min(silent[each] for each in gone), self._args.episode_timeout),
             )
 

@@ -128,8 +128,7 @@ def invite(logdir: Path, name: str, keys: Keys) -> Invitation:
         )
     if any(each.name == name for each in invitations(logdir)):
         raise ConfigError(
-            f"There is an invitation {name!r} already; what was revoked stays so: choose another "
-            "name."
+            f"The name {name!r} is or was used for an invitation: choose another name."
         )
     invitation = Invitation(name, keys.invite(ROLE).text, time.time())
     _write(logdir, invitation)

@@ -425,7 +425,7 @@ def difference(odd: Signature, usual: Signature) -> str:
     theirs = {path: rest for path, *rest in usual}
     for path, leaf in theirs.items():
         if path not in mine:
-            return f"{_name(path)} is missing, which the other requests of the batch have."
+            return f"{_name(path)} is missing; the other requests of the batch have it."
         if mine[path] != leaf:
             return (
                 f"{_name(path)} has {_leaf_text(*mine[path])}, but the other requests of the batch "
@@ -434,7 +434,7 @@ def difference(odd: Signature, usual: Signature) -> str:
     more = [path for path in mine if path not in theirs]
     if more:
         return f"{_name(more[0])} is in this request but not in the others of the batch."
-    return "The keys of this request have another order than those of the others of the batch."
+    return "The keys of this request are in another order than in the rest of the batch."
 
 
 def _leaf_text(dtype: Any, shape: tuple[int, ...]) -> str:
