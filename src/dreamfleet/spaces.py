@@ -32,6 +32,24 @@ def without_logs(obs: Mapping[str, Value]) -> dict[str, Value]:
     return {key: value for key, value in obs.items() if not key.startswith(LOG_PREFIX)}
 
 
+def join_observed(parts: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+    """The rows of all parts, in order. Environments may log different keys: -inf stands for a
+    number that a part lacks."""
+    joined = {}
+    for key in dict.fromkeys(key for part in parts for key in part):
+        found = [part.get(key) for part in parts]
+        shape = next(each for each in found if each is not None).shape[1:]
+        joined[key] = np.concatenate(
+            [
+                np.full((len(part[FLAGS[0]]), *shape), -np.inf)
+                if each is None or each.shape[1:] != shape
+                else each
+                for part, each in zip(parts, found, strict=True)
+            ]
+        )
+    return joined
+
+
 def without_reset(action: Mapping[str, Value]) -> dict[str, Value]:
     """An action, or its space, without `reset`: what an agent chooses."""
     return {key: value for key, value in action.items() if key != RESET}

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fleet_parts import (
     EVERY_STEP,
@@ -325,16 +326,16 @@ def test_a_policy_in_memory_plays_in_an_environment_of_ones_own(folder: Path) ->
 
 
 class Counted:
-    """A dummy that notes how many steps it has made."""
+    """A dummy that notes how many steps it has made, and logs a key of its own."""
 
     def __init__(self, envid: int) -> None:
-        self._env = make_env("bundled:dummy", seed=envid, **EVERY_STEP)
+        self._env, self._key = make_env("bundled:dummy", seed=envid, **EVERY_STEP), f"log/{envid}"
         self.obs_space, self.act_space = self._env.obs_space, self._env.act_space
         self.steps = 0
 
     def step(self, action: Mapping[str, Any]) -> Any:
         self.steps += 1
-        return self._env.step(action)
+        return {**self._env.step(action), self._key: np.float32(self.steps)}
 
 
 def test_between_two_rounds_environments_wait(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from dreamfleet.roles.policy_batches import Carries, padded_policy, policy_sizes
 from dreamfleet.roles.progress import Progress, hang_up_in_time
 from dreamfleet.roles.runtime import POLL_SECONDS, ActorFailed
 from dreamfleet.roles.scaling.shards import ReplayClient, Reply
-from dreamfleet.spaces import FLAGS, LOG_PREFIX, RESET, is_frame, without_logs
+from dreamfleet.spaces import FLAGS, LOG_PREFIX, RESET, is_frame, join_observed, without_logs
 from dreamfleet.transport import (
     BatchServer,
     Client,
@@ -420,7 +420,7 @@ class Transitions:
             np.concatenate([part.envids for part in parts]),
             np.concatenate([part.is_eval for part in parts]),
             steps,
-            {key: np.concatenate([part.logs[key] for part in parts]) for key in first.logs},
+            join_observed([part.logs for part in parts]),
         )
 
 

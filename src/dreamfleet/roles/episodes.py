@@ -23,7 +23,7 @@ from dreamfleet.roles.checks import ObservationCheck, Owners, require
 from dreamfleet.roles.fences import ids_of
 from dreamfleet.roles.policy_batches import Carries
 from dreamfleet.roles.runtime import ActorFailed
-from dreamfleet.spaces import RESET, without_logs
+from dreamfleet.spaces import RESET, join_observed, without_logs
 from dreamfleet.transport import BatchServer
 
 Group = tuple[int, ...]
@@ -186,8 +186,8 @@ class EpisodeServer:
         source[places] = np.arange(len(places))
         there = np.zeros(len(self._places), bool)
         there[places] = True
-        keys = requests[0].obs
-        return {k: np.concatenate([each.obs[k] for each in requests])[source] for k in keys}, there
+        joined = join_observed([request.obs for request in requests])
+        return {key: value[source] for key, value in joined.items()}, there
 
 
 @dataclass(eq=False)

@@ -41,7 +41,7 @@ from dreamfleet.transport.server import BaseServer, error_frames
 WorkFn = Callable[..., tuple[Any, Any]]
 _FOREVER = float("inf")
 
-# What every item of a batch must agree on: per leaf its place, dtype and shape.
+# What all items of a batch share: per leaf its place, dtype and shape.
 Signature = tuple[tuple[tuple[str, ...], Any, tuple[int, ...]], ...]
 
 
@@ -94,7 +94,6 @@ class _Batcher:
     held: bool = False
     waiting: deque[Request] = field(default_factory=deque)
     rows: int = 0
-    usual: Signature | None = None
     counts: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: {"wait": 0.0, "work": 0.0})
 
@@ -135,7 +134,7 @@ class BatchServer(BaseServer):
 
         A batch is closed when it holds `batch` items, or when its oldest request has waited `wait`
         seconds. A block of items that one caller sent together is never split; a block larger than
-        `batch` is a batch of its own.
+        `batch` is a batch of its own, and so are items with other keys, dtypes or shapes.
 
         `postfn` passes on what follows a batch. It is called after the answers have gone out, with
         a list of the infos of batches that follow each other, in the order in which the batches
@@ -320,38 +319,17 @@ class BatchServer(BaseServer):
                 return
             requests = _take(batcher)
             batcher.seconds["wait"] += now - requests[0].arrived
-            requests = self._agreeing(batcher, requests)
             items = sum(r.rows for r in requests)
             batcher.counts["batches"] += 1
             batcher.counts["items"] += items
             number = batcher.posts.reserve(items) if batcher.posts else 0
             self._loop.submit(batcher.queue, partial(self._work, batcher, number, items, requests))
 
-    def _agreeing(self, batcher: _Batcher, requests: list[Request]) -> list[Request]:
-        """The requests that look like the last good batch, or else like most of this one; the
-        others are told how they differ."""
-        first = requests[0].signature
-        if all(r.signature is first or r.signature == first for r in requests):
-            return requests
-        votes = Counter(r.signature for r in requests)
-        usual = batcher.usual
-        if usual is None or usual not in votes:
-            usual = votes.most_common(1)[0][0]
-        for request in requests:
-            if request.signature != usual:
-                text = difference(request.signature, usual)
-                self._loop.counts["errors"] += 1
-                self._loop.reply(
-                    request.peer, wire.pack_error(request.number, MessageError.__name__, text)
-                )
-        return [r for r in requests if r.signature == usual]
-
     # --- without it ------------------------------------------------------------------------------
 
     def _work(self, batcher: _Batcher, number: int, items: int, requests: list[Request]) -> None:
         start = time.perf_counter()
         infos: list[Any] = []
-        good = None
         failed = 0
         try:
             result, info = run_batch(batcher.workfn, requests)
@@ -359,7 +337,6 @@ class BatchServer(BaseServer):
                 (r.peer, wire.pack(wire.REPLY, r.number, share))
                 for r, share in zip(requests, split(result, requests), strict=True)
             ]
-            good = requests[0].signature
             infos = [info]
         except BaseException as error:  # whatever it is, it must not take a thread along
             failed = len(requests)
@@ -370,18 +347,24 @@ class BatchServer(BaseServer):
                 self._loop.reply(peer, frames)
             self._loop.counts["errors"] += failed
             batcher.seconds["work"] += seconds
-            batcher.usual = good or batcher.usual
             if batcher.posts:
                 batcher.posts.put(number, items, infos)
 
 
 def _take(batcher: _Batcher) -> list[Request]:
-    """The oldest requests that fill a batch, without splitting a block."""
-    taken = [batcher.waiting.popleft()]
-    rows = taken[0].rows
-    while batcher.waiting and rows + batcher.waiting[0].rows <= batcher.batch:
-        taken.append(batcher.waiting.popleft())
-        rows += taken[-1].rows
+    """The oldest request, and those after it that look the same and fill its batch. No block is
+    split; what looks different is left for a batch of its own."""
+    waiting = batcher.waiting
+    taken, others = [waiting.popleft()], list[Request]()
+    rows, signature = taken[0].rows, taken[0].signature
+    while waiting and rows + waiting[0].rows <= batcher.batch:
+        request = waiting.popleft()
+        if request.signature is signature or request.signature == signature:
+            taken.append(request)
+            rows += request.rows
+        else:
+            others.append(request)
+    waiting.extendleft(reversed(others))
     batcher.rows -= rows
     return taken
 
@@ -417,28 +400,6 @@ def signature_of(schema: Schema, rows: int) -> Signature:
     signature = tuple((leaf.path, leaf.dtype, leaf.shape[1:]) for leaf in schema.leaves)
     _signatures[id(schema), rows] = (schema, signature)
     return signature
-
-
-def difference(odd: Signature, usual: Signature) -> str:
-    """One sentence that names what is odd about a request."""
-    mine = {path: rest for path, *rest in odd}
-    theirs = {path: rest for path, *rest in usual}
-    for path, leaf in theirs.items():
-        if path not in mine:
-            return f"{_name(path)} is missing; the other requests of the batch have it."
-        if mine[path] != leaf:
-            return (
-                f"{_name(path)} has {_leaf_text(*mine[path])}, but the other requests of the batch "
-                f"have {_leaf_text(*leaf)}."
-            )
-    more = [path for path in mine if path not in theirs]
-    if more:
-        return f"{_name(more[0])} is in this request but not in the others of the batch."
-    return "The keys of this request are in another order than in the rest of the batch."
-
-
-def _leaf_text(dtype: Any, shape: tuple[int, ...]) -> str:
-    return f"dtype {dtype} and shape {shape}"
 
 
 def _name(path: tuple[str, ...]) -> str:

@@ -341,6 +341,20 @@ def test_batches_that_come_together_share_a_message_in_order(tmp_path: Path) -> 
     assert [call[2].tolist() for call in logger.calls] == [[9], [0, 1, 1, 0, 1]]
 
 
+def test_environments_may_log_different_keys(tmp_path: Path) -> None:
+    """A step that lacks a number has -inf there, which no statistic counts."""
+    actor, _, logger = make_actor(CountingAgent(), tmp_path, report_every=0.0)
+    one, two, three = (transitions([envid], [1]) for envid in range(3))
+    one.logs["log/one"] = np.array([5], np.int32)
+    two.logs["log/two"] = np.array([6.0], np.float32)
+    three.logs["log/one"] = np.array([[1.0, 2.0]], np.float32)
+    actor.send([one, two, three])
+    logs = logger.calls[0][4]
+    assert logs["log/one"].tolist() == [5, -np.inf, -np.inf]
+    assert logs["log/two"].tolist() == [-np.inf, 6, -np.inf]
+    assert logs["reward"].tolist() == [1, 1, 1]
+
+
 def test_training_and_evaluation_go_to_their_own_buffers(tmp_path: Path) -> None:
     actor, replay, _ = make_actor(CountingAgent(), tmp_path, report_every=0.0)
     mixed = transitions([0, 7], [2, 3], is_eval=[False, True])
