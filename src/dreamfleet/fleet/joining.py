@@ -272,7 +272,7 @@ class _Machine:
             every = " and ".join(f"{', '.join(each)} of {host}" for host, each in ports.items())
             return (
                 f"TCP port {address.port} of {address.host} ({name}) cannot be reached: {problem}. "
-                f"Ports that have to be open for this machine: {every}"
+                f"Ports to open for this machine: {every}"
             )
         return ""
 

@@ -71,7 +71,7 @@ def join_line(place: Place, invitation: Invitation) -> str:
 def ports_line(place: Place) -> str:
     """What a firewall has to let through."""
     ports = ", ".join(map(str, (place.port, *place.ports.values())))
-    return f"TCP ports that have to be open on {place.host}: {ports}"
+    return f"TCP ports to open on {place.host}: {ports}"
 
 
 def first_invitation(logdir: Path, keys: Keys) -> Invitation:
