@@ -620,7 +620,9 @@ def read_config_file(path: Path) -> RunConfig:
     try:
         return RunConfig.from_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(f"{path.parent} holds no run: there is no {path}.") from None
+        raise ConfigError(
+            f"{path.parent} holds no run: there is no {path}. Name the directory of a run."
+        ) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     except ConfigError as error:

@@ -300,7 +300,7 @@ def test_a_network_of_another_size_is_refused_by_name(tmp_path: Path) -> None:
     [
         (["resume"], "Name the run: dreamfleet resume LOGDIR."),
         (["resume", "--steps", "5"], "Name the run"),
-        (["resume", "nowhere"], "nowhere holds no run: there is no nowhere/config.json."),
+        (["resume", "nowhere"], "there is no nowhere/config.json. Name the directory of a run."),
     ],
 )
 def test_resume_needs_a_run(
