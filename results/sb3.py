@@ -90,7 +90,7 @@ def main() -> None:
     about = {
         "group": "proprio",
         "task": f"dmc:{args.task}",
-        "program": f"SAC, {args.minutes:g} CPU minutes",
+        "program": "SAC, equal CPU minutes",
         "name": f"SAC of stable-baselines3 {stable_baselines3.__version__}",
         "seed": args.seed,
         "steps": model.num_timesteps,
