@@ -1,9 +1,10 @@
-"""The pictures of `docs/view.md` and `docs/dream.md`: pages of real runs, in Chromium.
+"""The pictures of `docs/view.md` and `docs/dream.md`, and the strip of README.md, in Chromium.
 
     dreamfleet train --seed 3 --logdir FOLDER/cartpole-3
     python docs/view_images.py FOLDER cartpole-3 docs/images
 
-FOLDER may hold more runs, such as those of `results/`; the named one has a checkpoint.
+FOLDER may hold more runs, such as those of `results/`; the named one has a checkpoint. With
+`docs/images` as the only argument, the strip alone is made from the pictures that are there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from playwright.sync_api import sync_playwright
 
 
@@ -46,6 +48,37 @@ def main(folder: str, run: str, out: Path) -> None:
         save(page, out / "view-dream.png", height=1180)
         browser.close()
         server.terminate()
+    strip(out)
+
+
+_STRIP = """
+<style>
+  body { margin: 12px; background: #fff; display: grid; grid-template-columns: 1fr 1fr; gap: 12px; }
+  img { width: 100%; object-fit: cover; object-position: top; display: block; }
+  .terminal { grid-column: 1 / 3; }
+  .page { height: 520px; border: 1px solid #ccc; border-radius: 8px; box-sizing: border-box; }
+</style>
+<img class="terminal" src="status.svg">
+<img class="page" src="view-run.png">
+<img class="page" src="view-dream.png">
+"""
+
+
+def strip(out: Path) -> None:
+    """Put terminal, page and dream into one picture, `look.png`."""
+    source = out / "look.html"
+    source.write_text(_STRIP)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
+        page = browser.new_page(viewport={"width": 1280, "height": 800})
+        page.goto(source.resolve().as_uri())
+        page.screenshot(path=out / "look.png", full_page=True)
+        browser.close()
+    source.unlink()
+    with Image.open(out / "look.png") as picture:
+        picture.convert("RGB").quantize(256).save(out / "look.png", optimize=True)
 
 
 def save(page: Any, path: Path, height: int) -> None:
@@ -57,4 +90,7 @@ def save(page: Any, path: Path, height: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    if len(sys.argv) == 2:
+        strip(Path(sys.argv[1]))
+    else:
+        main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

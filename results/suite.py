@@ -342,21 +342,20 @@ def page() -> str:
 def with_summary(text: str) -> str:
     """The front page, with what the runs came to between its two marks."""
     before, rest = text.split(MARKS[0])
-    shown = [entry for _, entries in grouped() for entry in entries if entry.group in SUMMARY]
-    columns = (
-        "task",
-        "steps",
-        "runs",
-        "score",
-        "goal",
-        "reached",
-        "published",
-        "ours is",
-        "CPU minutes",
-    )
-    rows = [{name: row(entry)[name] for name in columns} for entry in shown]
+    done = [entry for _, entries in grouped() for entry in entries if finals(entry)]
+    rows = [front_row(entry) for entry in done if entry.group in SUMMARY]
     made = FRONT.format(table=table(rows), **facts())
     return f"{before}{MARKS[0]}\n{made}{MARKS[1]}{rest.split(MARKS[1])[1]}"
+
+
+def front_row(entry: Entry) -> dict[str, str]:
+    """The columns that a newcomer reads."""
+    made = row(entry)
+    return {
+        **{name: made[name] for name in ("task", "steps", "runs", "score")},
+        "goal, or published": made["goal"] or made["published"],
+        "CPU minutes": made["CPU minutes"],
+    }
 
 
 def facts() -> dict[str, str]:
@@ -427,12 +426,10 @@ machine; it was begun again, and its minutes are in those of the run below it.
 """
 FRONT = """
 {table}
-A score is the mean of 20 evaluation episodes at the end of a run, and over seeds with its 95 %
-interval. Published is DreamerV3's mean ± deviation at as many frames. All runs are of commit
-{versions} ({days}; {machines}).
-[results/](results/README.md) has every run with its settings, also those that failed, other
-programs on the same machine, and what was tried where a goal is missed; `make results` repeats
-them. Not tried: GPUs, and runs of more than {longest} steps.
+A score is the mean of 20 evaluation episodes after training, over seeds with its 95 % interval.
+Published is DreamerV3's mean ± deviation at as many frames. Commit {versions}, {days}; {machines}.
+[results/](results/README.md) lists every run, also failed and unfinished ones, and what was tried
+where a goal is missed; `make results` repeats them. Not tried: GPUs, more than {longest} steps.
 
 ![dm_control from states, with the published curves](results/proprio.png)
 

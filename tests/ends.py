@@ -174,9 +174,9 @@ def look(plan: Plan, code: int, folder: Path, processes: list[psutil.Process], l
     done = plan.moment == "finish" and code == 0
     expect(code == 130 or outside or done, f"exit code {code}", output)
     # The kill of this program may come to be known after the end has begun.
-    own = f"{plan.victim or None} was killed by signal 9 when it was to stop"
+    own = f"{plan.victim or None} was killed by signal 9 while it was stopping"
     said = output.replace(own, "")
-    for words in ("Traceback", "did not stop", "was to stop", "ends without"):
+    for words in ("Traceback", "did not stop", "it was stopping", "ends without"):
         expect(words not in said, f"it says {words!r}", output)
     wait_until(lambda: not any(map(lives, processes)), "its processes to end")
     record = read_record(logdir)
@@ -193,7 +193,7 @@ def look(plan: Plan, code: int, folder: Path, processes: list[psutil.Process], l
     faults = found.faults.keys() - ({"lost_ends"} if plan.victim == "agent" else set())
     expect(not faults, str(found.faults), log)
     # A run that is stopped waits 5 s for its replay, and else saves the last position it knows.
-    away = "replay" in plan.moment and "The checkpoint names an older position" in log
+    away = "replay" in plan.moment and "The checkpoint keeps an older position" in log
     good = saved == found.rows or plan.victim == "agent" or (away and saved < found.rows)
     expect(good, f"{saved} of {found.rows} steps are saved", log)
 

@@ -180,11 +180,11 @@ class Checkpoint:
                 except CheckpointError as error:
                     problems.append(error)
                     if path.exists():
-                        log.warning("%s It is skipped.", error)
+                        log.warning("%s This checkpoint is skipped.", error)
             # The writer may have replaced the one that was being read by a newer one.
             if self._candidates(which) == paths:
                 raise CheckpointError(
-                    f"Every checkpoint in {self.directory} is damaged ({problems[0]}) Remove the "
+                    f"Every checkpoint in {self.directory} is damaged: {problems[0]} Remove the "
                     "directory to start from scratch."
                 )
         return None

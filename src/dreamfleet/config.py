@@ -219,7 +219,7 @@ class RunConfig:
     """File of the run key or of a role's key, which tcp addresses need; by default made in the
     logdir."""
     actor_batch: PerHost[Annotated[int, Meta(ge=-1)]] = 8
-    """Environments in a policy call, at most all of an actor's; 0 or less for half of them."""
+    """Environments in a policy call, at most those of an actor; 0 or less takes half of them."""
     actor_wait: PerHost[ZeroOrMore] = 0.02
     """Seconds that a policy call waits for more environments."""
     actor_threads: PerHost[Count] = 1
@@ -238,8 +238,8 @@ class RunConfig:
     """Replayed steps trained on per environment step (a repeated action is one step); 0 or less for
     no limit. Training starts after max(batch_size, envs) x (batch_length + context) steps."""
     catch_up: bool = True
-    """Make up for the updates before training started: some at once, the others at the end of a run
-    with `steps`. The reference does not."""
+    """Make the updates that were due before training started: some at once, the others at the end
+    of a run with `steps`. The reference does not."""
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     """What the replay keeps, and which sequences are trained on."""
 
@@ -283,8 +283,8 @@ class RunConfig:
     run ends. Progress is a finished episode, 20 steps, a checkpoint, stored steps or written
     metrics."""
     on_nan: Incidental[Joined[Literal["end", "stop"]]] = "end"
-    """What NaN or infinity in a reward or observation ends: the episode, before the bad step is
-    stored, or the run."""
+    """What ends if a reward or observation holds NaN or infinity: the episode, before the bad step
+    is stored, or the run."""
     env_timeout: Incidental[PerHost[Joined[ZeroOrMore]]] = 300.0
     """Seconds that an environment may take to start or step before it is killed and restarted; 0
     for no limit."""
@@ -569,10 +569,10 @@ _CONFLICTS: Sequence[tuple[Callable[[RunConfig], object], str]] = (
      "replay_shards={c.replay_shards} with envs={c.envs} would leave shards without steps: use at "
      "most as many shards as environments, or set bind, so that other machines can join."),
     (lambda c: c.expect_envs > c.all_envs and not c.bind,
-     "expect_envs={c.expect_envs} waits for more environments than the {c.all_envs} that the "
-     "agent acts in: lower it, or set bind, so that other machines can join."),
+     "expect_envs={c.expect_envs} exceeds the {c.all_envs} environments of the run: lower it, or "
+     "set bind, so that other machines can join."),
     (lambda c: 1 < c.actors > c.all_envs and not c.bind,
-     "actors={c.actors} exceeds the {c.all_envs} environments to act in: use fewer actors."),
+     "actors={c.actors} exceeds the {c.all_envs} environments of the run: use fewer actors."),
     # Machines that join are told the addresses.
     (lambda c: c.remote_envs and not c.bind and not _is_reachable(c.actor_addr),
      f"remote_envs needs an actor_addr {_ADDR}, or set bind, so that they can join."),
@@ -620,7 +620,9 @@ def read_config_file(path: Path) -> RunConfig:
     try:
         return RunConfig.from_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(f"{path.parent} holds no run: there is no {path}.") from None
+        raise ConfigError(
+            f"{path.parent} holds no run: there is no {path}. Name the directory of a run."
+        ) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     except ConfigError as error:

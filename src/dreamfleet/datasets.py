@@ -269,7 +269,9 @@ def write_dataset(run: Path, out: Path, directories: Iterable[Path], name: str) 
         e for e in reversed(stored_episodes(directories, newest)) if e.begins and e.length > 1
     ]
     if not episodes:
-        raise ConfigError(f"The replay of {run} holds no episode from its beginning: train longer.")
+        raise ConfigError(
+            f"The replay of {run} holds no episode with its first step: train longer."
+        )
     with folder_aside(out / "data") as made:
         storage = storages.MinariStorage.new(
             made.absolute(), _gym_space(obs_space), _gym_space(act_space), jpeg_encoding=False

@@ -89,9 +89,9 @@ def export(
         worst = max(report["one_step"], report["free_run"])
         if not worst <= TOLERANCE or report["draws_differ"] > most:
             raise ExportError(
-                f"The exported graph is {worst:.2g} off the policy in {report['batch']} rows (at "
-                f"most {TOLERANCE:g}), and {report['draws_differ']} of its draws differ (at most "
-                f"{most}): nothing was written. Try the other format."
+                f"The exported graph differs from the policy by {worst:.2g} in {report['batch']} "
+                f"rows (at most {TOLERANCE:g} is allowed) and in {report['draws_differ']} samples "
+                f"(at most {most}): nothing was written. Try the other format."
             )
     contract = {
         "format": format,

@@ -50,7 +50,7 @@ _cached = typing.cast(Callable[[Function], Function], cache)  # mypy takes types
 class Mark(enum.Enum):
     """What else is true of a setting, or of a whole class of settings."""
 
-    INCIDENTAL = "it does not make a run another experiment"
+    INCIDENTAL = "it does not change which experiment a run is"
     FIXED = "it cannot be changed when a run is resumed"
     PER_HOST = "the hosts of a run may differ in it"
     PER_ROLE = "a role that is started by hand may have another value than the run"

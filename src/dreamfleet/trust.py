@@ -89,5 +89,6 @@ def admit(
         fix = f"{flags}, or {fix}"
     raise ConfigError(
         f"{source} names {' and '.join(ref.name for ref in refused)}, which is not part of "
-        f"Dreamfleet, and files and other machines do not choose code that is imported: add {fix}."
+        f"Dreamfleet. Code that a file or another machine names is imported only if you name it "
+        f"too: add {fix}."
     )

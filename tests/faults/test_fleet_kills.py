@@ -114,7 +114,7 @@ def test_a_damaged_checkpoint_is_skipped_and_the_counts_are_right(tmp_path: Path
             manifest.write_bytes(manifest.read_bytes()[:-20])
         fleet = parts(config, make_agent=CountingAgent, make_env_train=dummy_with_its_id)
         combined(**fleet, args=config)
-    assert "It is skipped." in (tmp_path / "logs" / "serial.log").read_text()
+    assert "This checkpoint is skipped." in (tmp_path / "logs" / "serial.log").read_text()
     assert 600 <= check_counts(tmp_path, stored_streams(tmp_path / "replay")).step < 700
 
 

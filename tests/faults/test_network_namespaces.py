@@ -183,7 +183,7 @@ def test_a_machine_joins_only_if_it_reaches_every_port_and_survives_a_cut_link(
             assert refused.wait(LONG) == 1
         text = (tmp_path / "refused").read_text()
         assert f"TCP port 5551 of {here} (actor) cannot be reached" in text
-        assert f"have to be open for this machine: {ports} of {here}." in text
+        assert f"Ports to open for this machine: {ports} of {here}." in text
         assert "Joined" not in text
         fleet.running["join"] = joined(tmp_path / "join.out")
         fleet.until(lambda: fleet.step > 100, "steps of the machine that has joined")

@@ -121,7 +121,7 @@ def test_a_script_without_a_guard_trains_on_what_only_it_has(tmp_path: Path) -> 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("once") == 1
     assert re.search("^(step|Waiting:) ", done.stdout, re.MULTILINE)  # without a terminal
-    assert "refused: What the environment runs cannot be sent to its process" in done.stdout
+    assert "refused: The code of the environment cannot be sent to its process" in done.stdout
     assert {path.name for path in (tmp_path / "runs").iterdir()} >= {"Target-length=7", "mine"}
 
 

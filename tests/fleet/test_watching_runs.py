@@ -106,7 +106,10 @@ def test_a_terminal_shows_the_run_and_another_one_sees_the_same(
         capsys.readouterr()
         assert "bundled:dummy" in (tmp_path / "status.svg").read_text()
 
-        with pytest.raises(ConfigError, match="is in use by a run"), claim_directory(tmp_path):
+        with (
+            pytest.raises(ConfigError, match="is in use by another run"),
+            claim_directory(tmp_path),
+        ):
             pass
 
         watcher = Watcher(tmp_path)

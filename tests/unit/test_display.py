@@ -115,7 +115,7 @@ def test_machines_that_have_joined_are_shown_and_those_that_left_for_a_while() -
     cpu_box = MachineStatus("cpu-box", "joined", 8, 0, 3725.0, 0.4, 12_345, 812.31, 0, "")
     laptop = MachineStatus("laptop", "joined", 4, 1, 65.0, 0.4, 345, 101.7, 2, "the pole is broken")
     away = MachineStatus("a" * 60, "away", 4, 0, 900.0, 14.0, 345, 33.0, 0, "")
-    left = MachineStatus("other", "left", 4, 0, 30.0, 30.0, 9, 0.0, 0, "was not heard of for 60 s")
+    left = MachineStatus("other", "left", 4, 0, 30.0, 30.0, 9, 0.0, 0, "has been silent for 60 s")
     old = replace(left, name="forgotten", seconds=5000.0)
     status = replace(STATUS, machines=(cpu_box, laptop, away, left, old))
     assert "machine" not in shown(STATUS)
@@ -126,7 +126,7 @@ def test_machines_that_have_joined_are_shown_and_those_that_left_for_a_while() -
     assert "33" not in row(status, "aaa")  # what it made is over
     assert "● left 0:30 ago" in row(status, "other")
     assert "laptop: the pole is broken" in shown(status)
-    assert "other: was not heard of for 60 s" in shown(status)
+    assert "other: has been silent for 60 s" in shown(status)
     assert "forgotten" not in shown(status)
     assert max(map(len, shown(status).splitlines())) <= 80
     line = status.line()

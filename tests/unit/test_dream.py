@@ -141,7 +141,7 @@ def test_moments_are_kept_up_to_a_number(dream: Dream) -> None:
         dream.step(dream.act())
     assert [each.number for each in dream.line] == [3, 4, 5]
     assert dream.rewind(100).number == 3
-    with pytest.raises(ConfigError, match="no moment 2: 3 to 5 are kept"):
+    with pytest.raises(ConfigError, match="Step 2 is not kept: 3 to 5 are kept"):
         dream.go(2)
     assert dream.reset() is start
 

@@ -133,7 +133,7 @@ def test_code_that_a_file_names_is_not_imported(
     ):
         assert main(command) == 2
         said = capsys.readouterr().err
-        assert "do not choose code that is imported: add" in said
+        assert "is imported only if you name it too: add" in said
         assert (flag in said) == (command[0] != "role")
         assert said.count("\n") == 1
     with pytest.raises(ConfigError, match="trust=True"):
@@ -163,7 +163,7 @@ def test_a_downloaded_checkpoint_runs_no_command(
     monkeypatch.chdir(tmp_path)
     assert main([word.format(run=run) for word in command]) == 2
     said = capsys.readouterr().err
-    assert "do not choose code that is imported: add --task subprocess:getoutput" in said
+    assert "is imported only if you name it too: add --task subprocess:getoutput" in said
     assert not marker.exists()
 
 
@@ -300,7 +300,7 @@ def test_a_network_of_another_size_is_refused_by_name(tmp_path: Path) -> None:
     [
         (["resume"], "Name the run: dreamfleet resume LOGDIR."),
         (["resume", "--steps", "5"], "Name the run"),
-        (["resume", "nowhere"], "nowhere holds no run: there is no nowhere/config.json."),
+        (["resume", "nowhere"], "there is no nowhere/config.json. Name the directory of a run."),
     ],
 )
 def test_resume_needs_a_run(

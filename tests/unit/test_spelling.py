@@ -18,6 +18,10 @@ AVOIDED = {
     "somebody|someone|anybody|anyone": "a user, a process",
     "whoever|whom": "its owner, its caller",
     "everybody": "all processes, every user",
+    "(?:go|goes|went) on": "continue",
+    "heard (?:of|from)": "silent, lost",
+    "once more": "again, a second signal",
+    "in vain": "without a result",
 }
 """Words that the documents and messages avoid, and what to write instead."""
 

@@ -122,7 +122,7 @@ def _report(result: Diagnosis, sheet: Path | None) -> Iterator[str]:
         yield f"\nepisodes       {episodes}"
         yield (
             f"speed          {result.steps_per_second:,.0f} steps/s, slowest reset "
-            f"{1000 * result.slowest_reset:.1f} ms, made in {result.make_seconds:.2f} s"
+            f"{1000 * result.slowest_reset:.1f} ms, constructor {result.make_seconds:.2f} s"
         )
     if sheet and result.frames:
         yield f"frames         {len(result.frames)} in {sheet}"

@@ -261,9 +261,9 @@ def export(
     for report in contract["parity"]["batches"]:
         ms = report["milliseconds"]
         say(
-            f"{report['batch']:>3} rows   {report['one_step']:.1e} off in one step, "
+            f"{report['batch']:>3} rows   difference {report['one_step']:.1e} in one step, "
             f"{report['free_run']:.1e} in {report['steps']} steps; "
-            f"{ms['exported']:.2f} ms, policy {ms['policy']:.2f} ms"
+            f"{ms['exported']:.2f} ms a call, policy {ms['policy']:.2f} ms"
         )
     say(f"{contract['file']} and policy.json are in {folder}")
 

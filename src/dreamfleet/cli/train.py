@@ -66,7 +66,7 @@ def train(arguments: Sequence[str]) -> None:
 def resume(arguments: Sequence[str]) -> None:
     """Resume a run with its last settings.
 
-    It takes the options of 'dreamfleet train', for settings to change; what is changed is said.
+    The options of 'dreamfleet train' change settings; each change is printed.
     """
     from dreamfleet.resuming import holds_run
 
@@ -84,10 +84,10 @@ def resume(arguments: Sequence[str]) -> None:
 def sweep(arguments: Sequence[str]) -> None:
     """Train with several seeds, with every combination of values, or search within ranges.
 
-    Each run is an ordinary one in a directory of its own. The same command again goes on with what
-    is missing. Values with commas between them are a grid. A range, log(1e-5,1e-3), uniform(0,1) or
-    int(1,8), is searched by Optuna, which stops runs that fall behind; a machine that sees the same
-    directory helps with the same command. All other options are those of 'dreamfleet train'.
+    Each run is an ordinary one in a directory of its own. The same command again continues what is
+    not complete. Values with commas between them are a grid. A range, log(1e-5,1e-3), uniform(0,1)
+    or int(1,8), is searched by Optuna, which stops runs that fall behind. A machine that shares the
+    directory can help with the same command. All other options are those of 'dreamfleet train'.
     """
     from dreamfleet.sweep import Sweep, read_values, table
 

@@ -272,7 +272,7 @@ class Dream:
         first = self.now.number - self._at
         if not 0 <= number - first < len(self._line):
             raise ConfigError(
-                f"There is no moment {number}: {first} to {first + len(self._line) - 1} are kept."
+                f"Step {number} is not kept: {first} to {first + len(self._line) - 1} are kept."
             )
         self._at = number - first
         return self.now

@@ -168,9 +168,9 @@ def diagnose(
         other = play.difference(second or play.made(make, seed + 1, 1), compared)
         same = play.difference(play.made(make, seed, 1), compared)
         result.hints += _when(
-            (same, f"The same seed gives another run: {same}.",
+            (same, f"The same seed gives different episodes: {same}.",
              "Take all randomness from the seed, if runs should be repeatable."),
-            (not same and not other, "Another seed gives the same run.",
+            (not same and not other, "Another seed gives the same episodes.",
              "Use the seed, unless the environment is deterministic: otherwise all copies of it "
              "play the same episodes."),
         )  # fmt: skip
@@ -328,7 +328,7 @@ def _flags(trajectory: list[Arrays]) -> list[Finding]:
         (not trajectory[0]["is_first"],
          "The observation after a reset is not is_first.", "Set is_first there."),
         (any(now["is_first"] and not before["is_last"] for before, now in pairs),
-         "An episode started although the one before had not ended.",
+         "An episode started before the previous one had ended.",
          "Set is_last on the last observation of every episode."),
         (any(before["is_last"] and not now["is_first"] for before, now in pairs),
          "A reset did not start an episode.", "Start one whenever the action says reset."),
@@ -352,7 +352,7 @@ def _values(result: Diagnosis, trajectory: list[Arrays]) -> list[Finding]:
         *((True, f"Observation {key!r} never changed.", "Leave it out if it holds no information.")
           for key in still),
         (speed < _SLOW, f"It makes {speed:.0f} steps a second.",
-         "Use several environments, and processes as long as there are cores."),
+         "Use several environments, in as many processes as there are cores."),
     )  # fmt: skip
 
 

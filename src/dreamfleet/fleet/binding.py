@@ -41,7 +41,9 @@ def parse_bind(text: str, here: Addresses | None = None) -> Binding:
     if host in interfaces:
         own = sorted(interfaces[host], key=lambda each: ":" in each)
         if not own:
-            raise ConfigError(f"bind={text}: the interface {host} has no address; is it up?")
+            raise ConfigError(
+                f"bind={text}: the interface {host} has no address: bring it up, or choose another."
+            )
         return Binding(own[0], own[0], port)
     numbers = _numbers(host)
     known = {address for own in interfaces.values() for address in own}

@@ -107,8 +107,8 @@ def _refuse_second(logdir: Path, locked: bool, say: Callable[[str], None]) -> No
     alive = state in UNDER_WAY and not locked  # on one machine the lock tells
     if record is not None and state == "unknown":
         say(
-            f"The run in {logdir} was last on {record.host} (process {record.pid}), which did not "
-            f"say that it ended: watching for {_SILENT_SECONDS:g} s whether it still runs"
+            f"The run in {logdir} was last on {record.host} (process {record.pid}) and may still "
+            f"be running there: watching it for {_SILENT_SECONDS:g} s"
         )
         alive = BeatWatch(logdir).beats(_SILENT_SECONDS)
     if alive:
@@ -118,8 +118,7 @@ def _refuse_second(logdir: Path, locked: bool, say: Callable[[str], None]) -> No
 def _in_use(logdir: Path, record: FleetRecord | None) -> ConfigError:
     who = f" (process {record.pid} on {record.host})" if record else ""
     return ConfigError(
-        f"{logdir} is in use by a run that is under way{who}: end that one, or choose another "
-        "directory."
+        f"{logdir} is in use by another run{who}: end it, or choose another directory."
     )
 
 

@@ -35,7 +35,7 @@ from dreamfleet.roles.scaling.hosts import (
 )
 from dreamfleet.settings import Mark
 
-_SILENCE = f"nothing was heard of it for {LOST_SECONDS:g} s"
+_SILENCE = f"it has been silent for {LOST_SECONDS:g} s"
 _LOST_BEATS = LOST_SECONDS / BEAT_SECONDS
 _LOOK_SECONDS = 0.25
 _GOODBYE_SECONDS = 30.0

@@ -74,7 +74,7 @@ _LOOKED_UP = "tcp://127.0.0.1:{auto}"
 _ROLE = re.compile(r"actor(-[0-9]{1,4})?")
 _REFUSED_KEY = "refused the key"
 _OTHER_KEY = "handshake failed"
-_LEAVING = "Leaving the run; once more ends at once."
+_LEAVING = "Leaving the run; a second signal ends at once."
 _END_SECONDS = 20.0
 
 
@@ -192,12 +192,12 @@ class _Machine:
         except RemoteError as error:  # without where it stood in the run's program
             text = str(error.args[0])
             text = text.partition(f"{error.kind}: ")[2] or text
-            refused = "The run does not want this machine any more: " if self._name else ""
+            refused = "The run has dismissed this machine: " if self._name else ""
             raise JoinError(f"{refused}{text}") from None
         except msgspec.ValidationError as error:
             raise JoinError(
-                f"The run's answer is not what this version understands ({error}): use the same "
-                "version of Dreamfleet on both machines."
+                f"This version cannot read the run's answer ({error}): use the same version of "
+                "Dreamfleet on both machines."
             ) from None
 
     def _tried(self, described: Answer) -> RunConfig:
@@ -409,7 +409,7 @@ def _port_problem(address: Address, seconds: float) -> str:
     except ConnectionRefusedError:
         return _REFUSED
     except TimeoutError:
-        return f"there is no answer within {seconds:g} s, mostly because of a firewall"
+        return f"there is no answer within {seconds:g} s, probably because of a firewall"
     except OSError as error:
         return error.strerror or str(error)
     return ""
@@ -424,19 +424,22 @@ def _check_spaces(task: str, run: str, here: tuple[Spaces, Spaces]) -> None:
         return
     for what, key, theirs, ours in space_differences(there, here):
         raise JoinError(
-            f"{task} is another environment here than in the run: the {what} {key!r} is {ours} "
-            f"here and {theirs} there. Install the same version of it on both machines."
+            f"{task} differs between this machine and the run: the {what} {key!r} is {ours} here "
+            f"and {theirs} there. Install the same version of it on both machines."
         )
 
 
 def _unreachable(address: Address, text: str) -> str:
     there, again = f"{address.host}:{address.port}", "'dreamfleet invite DIR' prints a line there."
     if _REFUSED_KEY in text:
-        return f"The run at {there} refused the key: it was revoked, or is another run's. {again}"
+        return (
+            f"The run at {there} refused the key: it was revoked, or belongs to another run. "
+            f"{again}"
+        )
     if _OTHER_KEY in text:
         return (
-            f"What listens at {there} does not know this key: it is another run, or the line was "
-            f"not copied whole. {again}"
+            f"The server at {there} does not know this key: it belongs to another run, or the line "
+            f"was not copied completely. {again}"
         )
     return f"The run at {there} does not answer: {text} It may have ended."
 

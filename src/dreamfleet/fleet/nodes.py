@@ -350,8 +350,8 @@ class JoinedNodes:
         if size > run.envs_per_process:
             most = run.envs_per_process
             raise Refused(
-                f"The policy of this run is made for {most} environments of a process at most: "
-                f"use --envs-per-process {most} or less."
+                f"A process of this run may have at most {most} environments: use "
+                f"--envs-per-process {most} or less."
             )
         if run.eval_every and asked.eval_envs:
             raise Refused("This run plays its evaluations itself (eval_every): use --envs only.")
@@ -433,7 +433,7 @@ class JoinedNodes:
             if node.invitation in revoked:
                 self._drop(key, f"its invitation {node.invitation!r} was revoked")
             elif now - node.heard > LOST_SECONDS:
-                self._drop(key, f"was not heard of for {LOST_SECONDS:g} s")
+                self._drop(key, f"has been silent for {LOST_SECONDS:g} s")
 
     def _keep(self) -> None:
         """Drop machines that are gone, and tell the logger of the others."""

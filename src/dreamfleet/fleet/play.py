@@ -192,7 +192,7 @@ class _Rounds:
         try:
             self._checkpoints.rate(path, row.get("mean"))
         except (OSError, CheckpointError) as error:
-            log.warning("%s does not get its score: %s", path, error)
+            log.warning("The score of %s could not be recorded: %s", path, error)
         self._health.progress()
         return not row["error"]
 
@@ -215,7 +215,7 @@ class _Rounds:
             metrics = evaluation_metrics(played, policy.step)
             self._logger.call("add", policy.step, metrics).result(_LOGGER_SECONDS)
         except TransportError as error:
-            log.warning("The logger was not told of a round: %s", error)
+            log.warning("The logger did not get the result of a round: %s", error)
         if result is None:
             log.warning("Every episode of the round failed: %s", played[0].error)
             return {"failed": len(played), "error": last_line(played[0].error)}
@@ -224,4 +224,4 @@ class _Rounds:
 
     def _check_stop(self) -> None:
         if self._stop.is_set():
-            raise Closed("The run ends, and plays the round then.")
+            raise Closed("The run is ending; it plays the round at its end.")

@@ -210,10 +210,10 @@ def check_replay(config: RunConfig) -> None:
     needed = int(limiter_for(config).minsize)
     if needed > config.replay.capacity:
         raise ConfigError(
-            f"A batch of batch_size={config.batch_size} sequences of {config.window} steps, with "
-            f"envs={config.envs}, is drawn from {needed:,} steps at least, and "
-            f"replay.capacity={config.replay.capacity:,} never holds as many: raise the capacity, "
-            "or make the batch smaller."
+            f"A batch of batch_size={config.batch_size} sequences of {config.window} steps needs "
+            f"at least {needed:,} stored steps with envs={config.envs}, and "
+            f"replay.capacity={config.replay.capacity:,} holds fewer: raise the capacity, or lower "
+            "batch_size or batch_length."
         )
 
 

@@ -29,7 +29,7 @@ def run_hosts(run: Run, config: RunConfig, say: Say) -> None:
     disconnect = connect(config, asks)
     try:
         count = config.hosts or len(fitting(asks, nodes())) or 1
-        say(f"Starting {count} hosts on the Ray cluster; what they say goes to {logdir / 'logs'}")
+        say(f"Starting {count} hosts on the Ray cluster; their output goes to {logdir / 'logs'}")
         run_as = replace(config, hosts=count, launcher="local", logdir=logdir)
         workers = [
             Worker(

@@ -180,7 +180,7 @@ class Supervisor:
             if reason := event():
                 if reason in _SIGNALS:
                     # Not by the handler: it may interrupt a line that is just being written.
-                    self._say("Saving and ending; once more ends at once.")
+                    self._say("Saving and ending; a second signal ends at once.")
                 return reason
 
     # Events return why the run is over; nothing, if it is not.
@@ -324,7 +324,7 @@ class Supervisor:
                     f"not saved by then is lost. See {member.log_file}."
                 )
             elif not self._at_once and (how := member.failed_to_end()):
-                self._say(f"{member.name} {how} when it was to stop; see {member.log_file}")
+                self._say(f"{member.name} {how} while it was stopping; see {member.log_file}")
 
     def _status(self) -> FleetRecord | None:
         """The supervisor and its workers as they are now; None if the directory is gone."""

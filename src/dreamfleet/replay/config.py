@@ -47,7 +47,7 @@ class PriorityConfig:
     exponent: Annotated[float, Meta(ge=0, le=4)] = 0.8
     """Power applied to the priority of each step; 0 makes all sequences equally likely."""
     max_fraction: Fraction = 0.5
-    """Share of the largest step in the weight of a sequence; the rest is the mean of its steps."""
+    """Share of the largest priority in the weight of a sequence; the rest is the mean priority."""
     initial: Annotated[float, Meta(ge=0, le=1e38)] | None = None
     """Priority of a step that was never trained on. None: such sequences are sampled before all
     others."""

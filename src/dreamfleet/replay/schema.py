@@ -96,7 +96,7 @@ class Schema:
         columns = []
         for name, dtype, shape in rows:
             if not isinstance(name, str) or not all(isinstance(n, int) and n >= 0 for n in shape):
-                raise ValueError(f"column {name!r} has no sensible shape")
+                raise ValueError(f"column {name!r} has an invalid shape")
             kind = _SMALL_FLOATS[dtype] if dtype in _SMALL_FLOATS else np.dtype(dtype)
             columns.append(Column(name, _storable(name, kind), tuple(shape)))
         if [c.name for c in columns] != sorted({c.name for c in columns}):

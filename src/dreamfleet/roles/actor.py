@@ -278,8 +278,8 @@ class Actor:
             self._carries.table.remove(gone)  # one that is back in this moment is reset
         self._forgotten += gone
         log.warning(
-            "%s: no connection, and no step for %.0f s; dropped, with episodes that were under "
-            "way (episode_timeout is %g s)",
+            "%s: no connection, and no step for %.0f s; dropped, with its running episodes "
+            "(episode_timeout is %g s)",
             *(_names(gone), min(idle[each] for each in gone), timeout),
         )
 

@@ -60,7 +60,9 @@ def check_acting(args: RunConfig) -> CheckEnvs:
             fence = fences.of(envid) if invitation else own_fence(args, envid)
             if fence is None or (fence.invitation, fence.incarnation) != (invitation, number):
                 if invitation:  # the file may be older here, so it may be tried again
-                    raise Occupied(f"Environment {envid} is not given to {invitation!r}.")
+                    raise Occupied(
+                        f"Environment {envid} does not belong to the invitation {invitation!r}."
+                    )
                 raise ArgumentError(
                     f"Environment {envid} is not one of this run's own, and others need an "
                     "invitation."

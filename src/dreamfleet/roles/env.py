@@ -411,7 +411,7 @@ class RestartedEnv:
             self._health.give_up(not_finite=True)
             raise EnvCrashedError(
                 f"{text}. The run ends because on_nan is stop: make the environment return finite "
-                "numbers, or set on_nan to end, which ends such an episode and goes on."
+                "numbers, or set on_nan to end, which ends only the episode."
             ) from error
         self._count(text, error)
         if rebuild:

@@ -71,7 +71,7 @@ def join_line(place: Place, invitation: Invitation) -> str:
 def ports_line(place: Place) -> str:
     """What a firewall has to let through."""
     ports = ", ".join(map(str, (place.port, *place.ports.values())))
-    return f"TCP ports that have to be open on {place.host}: {ports}"
+    return f"TCP ports to open on {place.host}: {ports}"
 
 
 def first_invitation(logdir: Path, keys: Keys) -> Invitation:
@@ -120,8 +120,7 @@ def invite(logdir: Path, name: str, keys: Keys) -> Invitation:
         )
     if any(each.name == name for each in invitations(logdir)):
         raise ConfigError(
-            f"There is an invitation {name!r} already; what was revoked stays so: choose another "
-            "name."
+            f"The name {name!r} is or was used for an invitation: choose another name."
         )
     invitation = Invitation(name, keys.invite(ROLE).text, time.time())
     _write(logdir, invitation)

@@ -218,7 +218,7 @@ class Learner:
                     "which holds fewer: add sources, or lower batch_size or batch_length."
                 )
         except TransportError as error:  # the replay restarts
-            log.debug("No updates were asked for: %s", error)
+            log.debug("The replay did not get the request for updates: %s", error)
         return True
 
     def compile(self, *, policy: bool = True) -> None:
@@ -353,7 +353,7 @@ class Learner:
             try:
                 self._too_little = sent and not reply.result()
             except TransportError as error:
-                log.debug("The replay has not heard of the end: %s", error)
+                log.debug("The replay did not confirm the end: %s", error)
         if self._finishing is not None or not self._may_finish():
             return
         sequences, sent = self.updates_left() * self._args.host_batch, self._progress.sent

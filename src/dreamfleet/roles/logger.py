@@ -119,7 +119,7 @@ class ScoreReader:
                 return 0
             return self._logger.scored(shard, asked.result())
         except (TransportError, OSError) as error:  # it is away, or the disk is full
-            log.warning("The scores of shard %d are asked for again: %s", shard, error)
+            log.warning("The scores of shard %d are requested again: %s", shard, error)
             return 0
 
 

@@ -55,8 +55,8 @@ class LoggerClient(Client):
             self._answered = stats["replies"], now
         elif now - self._answered[1] > seconds:
             log.warning(
-                "The logger has answered nothing for %g s: the run ends without it, and %d "
-                "messages with metrics are lost.",
+                "The logger has not answered for %g s: the run ends without it, and %d messages "
+                "with metrics are lost.",
                 *(seconds, stats["inflight"]),
             )
             self.given_up = True

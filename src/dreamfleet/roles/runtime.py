@@ -63,8 +63,9 @@ def pickled(who: str, function: Callable[..., Any]) -> bytes:
         return data
     except Exception as error:  # whatever an object of the user's raises
         raise ConfigError(
-            f"What {who} runs cannot be sent to its process ({error}): make what cannot be pickled "
-            "inside of its constructor, or put it into a module and give its name, module:name."
+            f"The code of {who} cannot be sent to its process ({error}): create objects that "
+            "cannot be pickled in the constructor, or put the code into a module and name it, "
+            "module:name."
         ) from error
 
 

@@ -105,8 +105,8 @@ class Saver:
         if any(vote["name"] != name for vote in votes):
             names = ", ".join(vote["name"] or "none" for vote in votes)
             raise CheckpointError(
-                f"Hosts do not find the same checkpoint in {self._args.checkpoints} ({names}): "
-                "they need a directory that all of them share."
+                f"The hosts find different checkpoints in {self._args.checkpoints} ({names}): use "
+                "a directory that all of them share."
             )
         total = sum(vote["new"] for vote in votes) + (snapshot.step if snapshot else 0)
         self._progress.elsewhere = total - stored
@@ -240,7 +240,7 @@ class Saver:
             if not self._args.offline:
                 self._progress.raise_to(int(self._position["steps"]))
         except TransportError as error:
-            log.warning("The checkpoint names an older position of the replay: %s", error)
+            log.warning("The checkpoint keeps an older position of the replay: %s", error)
         return self._position
 
     def _evaluation_score(self) -> float | None:
@@ -251,7 +251,7 @@ class Saver:
         try:
             score = self._logger.status().result(_SCORE_SECONDS)["eval_score"]
         except TransportError as error:
-            log.warning("The checkpoint has no evaluation score: %s", error)
+            log.warning("The checkpoint is saved without an evaluation score: %s", error)
             return None
         return None if score is None else float(score)
 

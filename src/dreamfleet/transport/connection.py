@@ -234,7 +234,7 @@ class Connection:
 
     def _on_change(self, change: wire.Change) -> None:
         if change.connected:
-            self.problem = "it takes connections but does not greet"
+            self.problem = "it accepts connections but sends no greeting"
             self.greet()
         elif self._greeted:
             self._lose()

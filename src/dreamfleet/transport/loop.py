@@ -198,7 +198,7 @@ class Loop:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
                 if thread.is_alive():
-                    log.warning("%s is still busy after %.0f s; left behind.", thread.name, timeout)
+                    log.warning("%s is still busy after %.0f s: abandoned.", thread.name, timeout)
         with self.lock:
             self._released = True
             self._release()

@@ -283,7 +283,9 @@ class Authenticator:
             try:
                 found = self._identify(public)
                 if found is not None and found.check().role == RUN:
-                    raise SecurityError("Only the run key stands for the run.")
+                    raise SecurityError(
+                        "A named key has the role of the run, which only the run key may have."
+                    )
             except Exception:
                 log.exception("A client is refused, because its key cannot be looked up.")
                 return None

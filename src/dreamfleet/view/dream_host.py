@@ -193,7 +193,8 @@ class DreamHost:
             answer: Plain = client.call(method, name, *args).result()
         except Timeout as error:
             raise DreamfleetError(
-                f"The dream did not answer within {_TIMEOUT_SECONDS:.0f} s: is the machine busy?"
+                f"The dream did not answer within {_TIMEOUT_SECONDS:.0f} s: try again when the "
+                "machine is less busy."
             ) from error
         except TransportError as error:
             raise DreamClosedError(

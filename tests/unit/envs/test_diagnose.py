@@ -98,13 +98,13 @@ PROBLEMS = {
         "is_terminal without is_last",
     ),
     "never first": (change(is_first=lambda obs, env: False), "not is_first"),
-    "first again": (change(is_first=lambda obs, env: env.taken in (0, 5)), "had not ended"),
+    "first again": (change(is_first=lambda obs, env: env.taken in (0, 5)), "had ended"),
     "over at once": (change(is_last=lambda obs, env: True), "ended with its first observation"),
     "first reward": (change(reward=lambda obs, env: np.float32(1)), "has a reward.*Return 0"),
 }
 HINTS = {
-    "chance": (Chancy, "same seed gives another run: '(x|image)' differs at step 0"),
-    "seedless": (Seedless, "Another seed gives the same run"),
+    "chance": (Chancy, "same seed gives different episodes: '(x|image)' differs at step 0"),
+    "seedless": (Seedless, "Another seed gives the same episodes"),
     "endless": (Endless, "No episode ended within 100 steps.*time_limit"),
     "no reward": (Endless, "earned no reward"),
     "constant": (change(x=lambda obs, env: np.zeros(4, np.float32)), "'x' never changed"),

@@ -19,7 +19,7 @@ from dreamfleet.fleet import claim
 from dreamfleet.fleet.claim import BEAT_NAME, LOCK_NAME, claim_directory
 from dreamfleet.fleet.record import FleetRecord, read_record, write_record
 
-IN_USE = r"is in use by a run that is under way [(]process 77 on elsewhere[)]"
+IN_USE = r"is in use by another run [(]process 77 on elsewhere[)]"
 
 
 @contextmanager

@@ -108,5 +108,5 @@ def test_what_a_constructor_raises_is_shown(tmp_path: Path) -> None:
     with pytest.raises(UnknownTaskError, match="CartPole"):
         train(env="gym:CartPoel-v1", logdir=tmp_path / "run", say=lines.append)
     lock = threading.Lock()
-    with pytest.raises(ConfigError, match="What the environment runs cannot be sent"):
+    with pytest.raises(ConfigError, match="The code of the environment cannot be sent"):
         probe_in_subprocess(lambda _: lock, both=False, timeout=0, say=lines.append)

@@ -189,7 +189,9 @@ def test_what_a_run_starts_from_has_to_be_there(tmp_path: Path) -> None:
 def test_a_batch_that_the_replay_never_holds_is_refused() -> None:
     needed = 16 * 65
     preflight(CONFIG.changed({"replay.capacity": needed}), lambda _: Closing())
-    with pytest.raises(ConfigError, match=r"1,040 steps at least.*replay.capacity=1,039 never"):
+    with pytest.raises(
+        ConfigError, match=r"at least 1,040 stored steps.*replay.capacity=1,039 holds"
+    ):
         preflight(CONFIG.changed({"replay.capacity": needed - 1}), lambda _: Closing())
 
 
@@ -238,7 +240,7 @@ def test_a_directory_belongs_to_one_run(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--replay.capacity", "10"], "replay.capacity=10 never holds as many"),
+        (["--replay.capacity", "10"], "replay.capacity=10 holds fewer"),
         (["--set", "replay.capcity=10"], "Did you mean --replay.capacity?"),
         (["--set", "dreamer.loss.horizn=10"], "Did you mean --dreamer.loss.horizon?"),
         (["--set", "dreamer.loss=10"], "There is no option --dreamer.loss."),

@@ -154,6 +154,6 @@ def test_a_machine_that_is_too_busy_for_ray_to_start_is_said_to_be(
     monkeypatch.setattr(launcher.ray, "init", slow)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
     config = small_run(tmp_path, launcher="ray", ray_address="local")
-    words = "within its limit of 30 s: the machine is busy.*'ray start --head'"
+    words = "within its limit of 30 s, because the machine is busy.*'ray start --head'"
     with pytest.raises(launcher.ClusterError, match=words):
         launcher.connect(config, {})

@@ -54,7 +54,7 @@ def test_a_signal_in_the_middle_of_a_line_ends_the_run_in_order(tmp_path: Path) 
         running = Supervisor([Worker("agent", "agent", until_stopped)], launcher, say=say)
         with pytest.raises(KeyboardInterrupt):
             running.run(lambda: say("interrupt"), every=0.1)
-    assert "Saving and ending; once more ends at once." in lines
+    assert "Saving and ending; a second signal ends at once." in lines
 
 
 @pytest.fixture
@@ -317,7 +317,7 @@ def test_a_worker_that_fails_when_it_is_to_stop_is_told_of(tmp_path: Path) -> No
         leader = Worker("agent", "agent", fail, ends_run=True)
         Supervisor([leader], launcher, duration=0.2, say=lines.append).run()
     [line] = lines
-    assert line.startswith("agent ended with code 1 (RuntimeError: nothing is saved) when it was")
+    assert line.startswith("agent ended with code 1 (RuntimeError: nothing is saved) while it was")
 
 
 @pytest.mark.parametrize("gets_on", [True, False])
@@ -371,4 +371,4 @@ def test_a_second_signal_kills_a_worker_that_does_not_stop(tmp_path: Path) -> No
     stubborn = Worker("env-0", "env", partial(ignore_the_request, started, tmp_path / "over"))
     with find_launcher("local")(tmp_path) as launcher, pytest.raises(KeyboardInterrupt):
         Supervisor([stubborn], launcher, say=say).run(interrupt, every=0.05)
-    assert lines == ["Saving and ending; once more ends at once."]
+    assert lines == ["Saving and ending; a second signal ends at once."]

@@ -384,7 +384,9 @@ def test_the_invited_have_only_environments_that_they_were_given(run: RunConfig)
             fenced((0, 1), 5), fenced((JOINED + 1, JOINED + 2), 5), fenced((JOINED + 3,), 5),
             fenced((JOINED,), 4), fenced((JOINED,), 6), (JOINED,),
         ):  # fmt: skip
-            with pytest.raises(RemoteError, match="is not given to 'ann'") as refused:
+            with pytest.raises(
+                RemoteError, match="does not belong to the invitation 'ann'"
+            ) as refused:
                 guest.call_block("act", observation(tuple(wrong))).result(60)
             assert refused.value.kind == "Occupied"  # so it may be tried again
         guest.call_block("act", observation(tuple(fenced(ids["ann"], 5)))).result(60)
@@ -441,7 +443,9 @@ def test_a_newer_start_of_an_environment_takes_its_place_and_an_older_one_never_
             act(new, 6, False)
         act(new, 6, True)
         for first in (False, True):
-            with pytest.raises(RemoteError, match=r"is not given to 'ann'|newer start"):
+            with pytest.raises(
+                RemoteError, match=r"does not belong to the invitation 'ann'|newer start"
+            ):
                 act(old, 5, first)
         act(new, 6, False)
 

@@ -86,7 +86,10 @@ def test_settings_of_a_host() -> None:
     ("settings", "words"),
     [
         ({"hosts": 0}, "use srun, or launcher=ray, or set hosts and host_index"),
-        ({"hosts": 2, "coordinator": "here"}, "coordinator=here is no address: write HOST:PORT"),
+        (
+            {"hosts": 2, "coordinator": "here"},
+            "coordinator=here is not an address: write HOST:PORT",
+        ),
         ({"hosts": 3}, "multiple of 3"),
         ({"hosts": 2, "host_index": 2}, "numbered from 0"),
         ({"hosts": 2, "launcher": "serial"}, "leave launcher=serial, offline"),
@@ -206,7 +209,7 @@ def test_a_host_that_is_not_heard_of_is_lost_and_named(tmp_path: Path) -> None:
     assert first.poll() == third.poll() == End("")
     hosts.beat(1)  # for the last time
     name = socket.gethostname()
-    lost = End("failed", f"Host 1 ({name}) was lost: nothing was heard of it for 15 s", 1)
+    lost = End("failed", f"Host 1 ({name}) was lost: it has been silent for 15 s", 1)
     assert first.poll() == third.poll() == lost
     assert first.leave("done") == lost, "it does not wait for a host that is lost"
 

@@ -116,7 +116,7 @@ def test_only_their_owner_can_read_them(tmp_path: Path) -> None:
 
 def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
     invite(tmp_path, "laptop", KEYS)
-    with pytest.raises(ConfigError, match="There is an invitation 'laptop' already"):
+    with pytest.raises(ConfigError, match="The name 'laptop' is or was used"):
         invite(tmp_path, "laptop", KEYS)
     for name in ("", "../laptop", "a b", "x" * 41, ".hidden"):
         with pytest.raises(ConfigError, match="cannot name an invitation"):

@@ -69,7 +69,7 @@ def test_settings_of_a_run_that_others_join() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"expect_envs": 9}, "expect_envs=9 waits for more environments than the 8"),
+        ({"expect_envs": 9}, "expect_envs=9 exceeds the 8"),
         ({"bind": "127.0.0.1", "offline": ("run",)}, "without environments: leave bind"),
     ],
 )

@@ -287,6 +287,7 @@ def _check_choices(name: str, space: Space) -> None:
     choices = int(space.classes.max())
     if choices > _MOST_CHOICES:
         raise SpaceError(
-            f"{name!r} has {choices} choices, and one-hots take {_MOST_CHOICES} at most: split it "
-            "into several smaller parts (MultiDiscrete), or make an observation numbers in a Box."
+            f"{name!r} has {choices} choices, and one-hot encoding takes at most {_MOST_CHOICES}: "
+            "split it into several smaller parts (MultiDiscrete), or give an observation as "
+            "numbers in a Box."
         )

@@ -191,7 +191,7 @@ def _read(pipe: FileIO, size: int) -> bytes:
     while size:
         part = pipe.read(size)
         if not part:
-            sys.exit("The parent was gone before it said what to do.")
+            sys.exit("The parent process ended before it sent this process its task.")
         parts.append(part)
         size -= len(part)
     return b"".join(parts)

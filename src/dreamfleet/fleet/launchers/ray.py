@@ -355,8 +355,8 @@ def connect(args: RunConfig, needed: Mapping[str, float]) -> Callable[[], None]:
         except Exception as error:
             if _TOO_SLOW in str(error):  # a plain Exception, after 30 s that cannot be changed
                 raise ClusterError(
-                    "Ray did not start on this machine within its limit of 30 s: the machine is "
-                    "busy. Try again when it is less busy, or start Ray first: 'ray start --head'."
+                    "Ray did not start on this machine within its limit of 30 s, because the "
+                    "machine is busy: try again later, or start Ray first: 'ray start --head'."
                 ) from None
             if not isinstance(error, _NO_CLUSTER):
                 raise

@@ -46,7 +46,7 @@ class JsonlFile:
         if written < len(data):
             # A full disk can take half a line. It is cut off again.
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
-            raise OSError(f"{self._path} could not be written: is the disk full?")
+            raise OSError(f"{self._path} could not be written: free disk space.")
 
     def tail(self) -> list[dict[str, Any]]:
         """The last rows, some thousands of them."""

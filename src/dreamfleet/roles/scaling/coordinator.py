@@ -83,8 +83,8 @@ class ReplayCoordinator:
             held = sum(self._sizes)
             if held < self._limiter.minsize <= self._limiter.size:
                 log.warning(
-                    "Shard %d of the replay came back with %d steps, and all of them hold %d: "
-                    "learning waits until there are %d again.",
+                    "Shard %d of the replay came back with %d steps, and all shards together "
+                    "hold %d: learning waits until there are %d again.",
                     *(shard, size, held, self._limiter.minsize),
                 )
                 self._recover()

@@ -82,7 +82,7 @@ def _parsed(coordinator: str) -> Address:
     except AddressError:
         found = None
     if found is None or not found.port:
-        raise ConfigError(f"coordinator={coordinator} is no address: write HOST:PORT.")
+        raise ConfigError(f"coordinator={coordinator} is not an address: write HOST:PORT.")
     return found
 
 

@@ -60,7 +60,7 @@ def parallel_remote_actor(make_agent: Factory, index: int, args: RunConfig) -> N
                 progress.busy = False
                 while progress.error is None and not stop.wait(POLL_SECONDS):
                     if not progress.over():
-                        log.info("The run goes on.")
+                        log.info("The run continues.")
                         break
             if progress.error is not None:
                 raise progress.error
@@ -177,7 +177,7 @@ class Follower:
         except Closed:
             return
         except BaseException as error:
-            log.exception("The learner cannot be followed.")
+            log.exception("This actor cannot get parameters from the learner.")
             self._progress.fail(error)
 
     def _load(self) -> None:

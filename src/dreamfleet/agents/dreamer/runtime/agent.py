@@ -191,7 +191,7 @@ class Dreamer(ActingAgent):
         dump = nonfinite.write_dump(folder, batch, bad, int(self._state.updates))
         return NonFiniteError(
             f"Training stopped after {int(self._state.updates)} updates: {bad} holds NaN or "
-            f"infinity. The parameters are those from before; the batch is in {dump}."
+            f"infinity. The parameters before this update are kept; the batch is in {dump}."
         )
 
     @contextmanager

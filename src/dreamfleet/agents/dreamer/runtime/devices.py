@@ -264,8 +264,8 @@ def _numbered(
     for number in numbers:
         if number >= len(devices):
             raise ConfigError(
-                f"execution.{setting} names device {number}, and {len(devices)} of the platform "
-                f"{devices[0].platform} are here: use numbers from 0 to {len(devices) - 1}."
+                f"execution.{setting} names device {number}, but there are {len(devices)} of the "
+                f"platform {devices[0].platform}: use numbers from 0 to {len(devices) - 1}."
             )
     return [devices[number] for number in numbers]
 

@@ -70,8 +70,8 @@ def check_state(shapes: TrainState, mesh: Mesh, *, sharded: bool) -> None:
     needed /= mesh.size if sharded else 1
     if needed > (limit := _limit(mesh)):
         raise ConfigError(
-            f"An update holds parameters and optimizer twice, {needed / 1e9:.1f} GB, and there are "
-            f"{limit / 1e9:.1f} GB of memory: choose a smaller --dreamer.model."
+            f"An update needs {needed / 1e9:.1f} GB for two copies of parameters and optimizer, "
+            f"and there are {limit / 1e9:.1f} GB of memory: choose a smaller --dreamer.model."
         )
 
 
