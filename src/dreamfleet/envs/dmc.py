@@ -104,6 +104,8 @@ def _suite(*, render: bool) -> ModuleType:
         os.environ["MUJOCO_GL"] = pick_renderer() if render else _NO_RENDERER
     # The extra has the same limit, and installs nothing beyond it.
     hint = "" if sys.version_info < (3, 13) else _NO_WHEELS
+    absl = import_extra("absl.logging", "Tasks of dmc:", "dmc", hint=hint)
+    absl.set_verbosity("warning")  # or it tells which renderer it imports
     suite = import_extra("dm_control.suite", "Tasks of dmc:", "dmc", hint=hint)
     rendering = import_extra("dm_control._render", "Tasks of dmc:", "dmc", hint=hint)
     if render and chosen == _NO_RENDERER:
