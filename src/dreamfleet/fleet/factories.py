@@ -48,14 +48,9 @@ def factories(
     outputs: Sequence[MakeOutput] = (),
     spaces: tuple[Spaces, Spaces] | None = None,
 ) -> Factories:
-    """What makes the parts of a run.
-
-    Args:
-        config: The run.
-        env: What makes its environments, if its task alone does not tell.
-        outputs: Make outputs of metrics in addition to those of the configuration.
-        spaces: Observations and actions, for the agent; None lets it make an environment.
-    """
+    """What makes the parts of a run: its environments by `env` if its task alone does not tell, and
+    more `outputs` than those of the configuration. Without `spaces` the agent makes an
+    environment."""
     return Factories(
         make_agent=partial(agent, config, env, spaces),
         make_replay_train=partial(replay, config, "replay"),

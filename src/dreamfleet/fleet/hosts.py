@@ -21,7 +21,7 @@ from dreamfleet import __version__
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.claim import BEAT_SECONDS, BeatWatch, claim_directory, is_claimed
-from dreamfleet.fleet.supervisor import FleetError, Say, Supervisor
+from dreamfleet.fleet.supervisor import FleetError, Say, Supervisor, without_output
 from dreamfleet.roles.runtime import sigterm_interrupts
 from dreamfleet.roles.scaling.hosts import (
     LOST_SECONDS,
@@ -50,13 +50,8 @@ class End(NamedTuple):
 
 
 class Membership:
-    """This host among the others.
-
-    Args:
-        config: The run, as this host knows it.
-        rendezvous: Where agents vote, on host 0; they hear of the end.
-        last_beat: When a host was last seen to beat; None to look.
-    """
+    """This host among the others. Agents vote in the rendezvous of host 0, and hear there of the
+    end. `last_beat` tells when a host was last seen to beat; None to look."""
 
     def __init__(
         self,
@@ -152,15 +147,15 @@ class Membership:
             return self._end
 
     def fail(self, why: str) -> None:
-        """This host has failed, perhaps because of another one."""
-        self._tell(replace(self._me, how="failed", why=_first_line(why)))
+        """This host has failed, perhaps because of another one, which does not have its log."""
+        self._tell(replace(self._me, how="failed", why=without_output(why).rstrip(".")[:300]))
 
     def leave(self, how: How, why: str = "") -> End:
         """This host ends; returns how the run ends on all hosts, once that is known."""
         self._left.set()
         deadline = time.monotonic() + _GOODBYE_SECONDS
         if not self._me.how:
-            self._tell(replace(self._me, how=how, why=_first_line(why)))
+            self._tell(replace(self._me, how=how, why=without_output(why).rstrip(".")[:300]))
         while self.poll().how != "failed" and time.monotonic() < deadline:
             if all(member.how for member in self._members.values()):
                 break
@@ -199,12 +194,6 @@ def shared_settings(config: RunConfig) -> dict[str, str]:
     """What has to be the same on all hosts, as texts."""
     shared = {name: str(v) for name, v in config.flat(without=Mark.PER_HOST).items()}
     return {**shared, "version": __version__}
-
-
-def _first_line(text: str) -> str:
-    """How a host has failed, without the end of its log, which the others do not have."""
-    line = next(iter(text.splitlines()), "").partition(". The end of ")[0]
-    return line.rstrip(".")[:300]
 
 
 @contextmanager

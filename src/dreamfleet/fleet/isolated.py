@@ -249,14 +249,8 @@ def probe_env(
     tell: Tell = lambda *_: None,
     second: Callable[[], EnvProbe] | None = None,
 ) -> EnvProbe:
-    """Make an environment, reset it, take one step, and close it.
-
-    Args:
-        make_env: Called with the number of the environment.
-        both: Probe a second one meanwhile, as the run will have several.
-        number: Of the environment.
-        tell: Called before each call of the environment.
-        second: Probes the second one; None for in this process.
+    """Make the environment of a number, reset it, take one step, and close it. With `both` a second
+    one is probed meanwhile, by `second` or here. `tell` is called before each call.
 
     Raises:
         EnvError: It breaks the contract, or there can be no second one.

@@ -321,10 +321,9 @@ class _Workers:
         # Ids are used again, by other machines too: their environments play other episodes.
         seed = env_seed(self.config.seed, fenced([0], order.incarnation)[0])
         config = replace(self.config, seed=seed)
-        worker = env_worker(
-            *(environments(config, None), order.ids, config, order.is_eval, name),
-            incarnation=order.incarnation,
-        )
+        make, incarnation = environments(config, None), order.incarnation
+        worker = env_worker(make, order.ids, config, order.is_eval, incarnation=incarnation)
+        worker = replace(worker, name=name)
         assert isinstance(worker.health, Path)
         Health(worker.health)  # clears what its predecessor was doing
         self._launcher.prepare([worker])

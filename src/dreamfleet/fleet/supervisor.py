@@ -62,6 +62,11 @@ class FleetError(DreamfleetError):
     """A worker failed, and the run ended because of it; the message shows the first error."""
 
 
+def without_output(error: str) -> str:
+    """How a worker has failed, on one line and without the end of its log."""
+    return " ".join(error.partition(". The end of ")[0].split())
+
+
 def silent(line: str) -> None:
     del line
 
@@ -224,7 +229,7 @@ class Supervisor:
         except FleetError as error:
             if not member.worker.node:
                 raise
-            why = " ".join(str(error).partition(". The end of ")[0].split())
+            why = without_output(str(error))
             cast(JoinedNode, member.node).dismiss(why)
             if member.worker.restart.on_failure == "stop" or member.health().not_finite:
                 raise FleetError(f"The joined machine {member.worker.node} failed: {why}") from None

@@ -98,14 +98,8 @@ def env_workers(
 
 
 def env_worker(
-    make: Factory,
-    ids: Sequence[int],
-    args: RunConfig,
-    is_eval: bool,
-    name: str = "",
-    **more: Any,
+    make: Factory, ids: Sequence[int], args: RunConfig, is_eval: bool, **more: Any
 ) -> Worker:
     """A worker for environments that share a process; `more` goes to `parallel_env`."""
     function = partial(parallel_env, make, ids, args, is_eval, **more)
-    worker = _worker(f"env-{ids[0]}", function, args)
-    return replace(worker, name=name or worker.name)
+    return _worker(f"env-{ids[0]}", function, args)

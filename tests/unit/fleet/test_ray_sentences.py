@@ -145,15 +145,11 @@ def test_a_machine_that_is_too_busy_for_ray_to_start_is_said_to_be(
     """Ray raises a plain Exception then, after a time that it has no setting for."""
 
     def slow(*_: object, **__: object) -> None:
-        raise Exception(
-            "The current node timed out during startup. This could happen because some of the "
-            "raylet failed to startup or the GCS has become overloaded."
-        )
+        raise Exception("The current node timed out during startup. The GCS may be overloaded.")
 
     monkeypatch.setattr(launcher.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(launcher.ray, "init", slow)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
     config = small_run(tmp_path, launcher="ray", ray_address="local")
-    words = "within its limit of 30 s, because the machine is busy.*'ray start --head'"
-    with pytest.raises(launcher.ClusterError, match=words):
+    with pytest.raises(ConfigError, match=r"timed out during startup.*'ray start --head'"):
         launcher.connect(config, {})
