@@ -28,6 +28,7 @@ from dreamfleet.fleet.launchers import Worker, find_launcher
 from dreamfleet.fleet.record import WorkerStatus, read_record
 from dreamfleet.parallel import combined
 
+ray = pytest.importorskip("ray")
 # Ray starts its processes by forking, of which JAX warns if it was imported before.
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork")
 
@@ -133,6 +134,24 @@ def test_nodes_come_and_go_and_the_run_goes_on(ray_cluster: Nodes, tmp_path: Pat
     # What others need to find and to read it is gone, or private.
     assert not (tmp_path / "addresses").exists()
     assert (tmp_path / "keys").stat().st_mode & 0o777 == 0o600
+
+
+def test_workers_that_stand_apart_have_a_node_each_if_there_are_enough(
+    ray_cluster: Nodes, tmp_path: Path
+) -> None:
+    config = small_run(tmp_path, ray_address=ray_cluster.address)
+    asks = Resources(custom={"big": 1})
+    hosts = [Worker(f"host-{n}", "agent", int, resources=asks, apart=True) for n in range(3)]
+    for _ in range(2):
+        ray_cluster.add(big=4)
+    for workers, groups in ((hosts[:2], ["CREATED"]), (hosts, ["REMOVED", "REMOVED"])):
+        with find_launcher("ray")(tmp_path, config) as launcher:
+            launcher.prepare(workers)
+            found = [place.node for _, place in launcher._placed.values()]
+            states = [each["state"] for each in ray.util.placement_group_table().values()]
+        assert len(found) == len(workers)
+        assert len(set(found)) == 2
+        assert states == groups, "what a run had reserved is free after it"
 
 
 def test_a_program_outside_of_the_cluster_sends_its_modules_along(

@@ -11,10 +11,8 @@ from fleet_parts import small_run
 pytest.importorskip("ray")
 
 from dreamfleet import train
-from dreamfleet.config import Resources, RunConfig
+from dreamfleet.config import RunConfig
 from dreamfleet.fleet import ray_hosts
-from dreamfleet.fleet.launchers import Worker
-from dreamfleet.fleet.launchers.ray import homes
 from dreamfleet.metrics.evaluations import Evaluation, append_evaluation
 
 NODES: list[dict[str, Any]] = [{"NodeID": f"node{n}", "Resources": {"CPU": 8.0}} for n in range(4)]
@@ -56,14 +54,6 @@ def test_every_node_with_room_is_a_host_or_as_many_as_were_asked_for(
     # Host 0 evaluates after all have learned: the run is over when it is.
     assert [worker.ends_run for worker in workers] == [True] + [False] * (started - 1)
     assert all(worker.apart for worker in workers)
-
-
-def test_every_host_has_a_node_of_its_own_if_there_are_enough() -> None:
-    asks = Resources(cpu=2)
-    workers = [Worker(f"host-{n}", "agent", int, resources=asks, apart=True) for n in range(5)]
-    found = homes(workers[:4], NODES)
-    assert found == {f"host-{n}": f"node{n}" for n in range(4)}
-    assert homes(workers, NODES) == {}, "Ray decides who shares one"
 
 
 def test_training_on_nodes_returns_the_evaluation_of_host_0(

@@ -45,6 +45,7 @@ ray = import_extra("ray", "Runs with the launcher ray", "ray")
 log = logging.getLogger(__name__)
 
 _PLACED_WITHIN = 60.0  # seconds; a node that died may take a while to be known
+_RESERVED_WITHIN, _LEAST_CPU = 5.0, 0.001  # seconds; a bundle may not be empty
 _SEEN_WITHIN = 10.0  # seconds; a network file system may show a new file late
 _KILLED_WITHIN = 5.0
 _STORE_BYTES = 80_000_000  # of a cluster of our own: nothing is stored in it
@@ -138,7 +139,8 @@ class RayLauncher:
         self.mark = self._logdir / "logs" / f".ray-{secrets.token_hex(8)}"
         self.payloads: dict[str, bytes] = {}
         self._placed: dict[str, tuple[Any, Place]] = {}
-        self._homes: dict[str, str] = {}
+        self._apart: dict[str, Any] = {}  # where Ray puts workers that have a node of their own
+        self._free: Callable[[], None] = lambda: None
         self._running: list[RayWorker] = []
         self._disconnect: Callable[[], None] = lambda: None
 
@@ -155,6 +157,7 @@ class RayLauncher:
         for worker in self._running:
             worker.wait()
         self.mark.unlink(missing_ok=True)
+        self._free()
         self._disconnect()
 
     def prepare(self, workers: Sequence[Worker]) -> None:
@@ -163,10 +166,8 @@ class RayLauncher:
         for worker in () if self._args.ray_wait else workers:
             if not fitting(worker.resources.amounts(), nodes()):
                 raise ConfigError(_no_room(worker))
-        apart, deadline = [w for w in workers if w.apart], time.monotonic() + self._args.ray_wait
-        while apart and not (found := homes(apart, nodes())) and time.monotonic() < deadline:
-            time.sleep(1.0)
-        self._homes = found if apart else {}
+        if apart := [each for each in workers if each.apart]:
+            self._reserve(apart)
         # Environments fit anywhere, and leave the others the machines that those need.
         for envs in (False, True):
             group = [each for each in workers if (each.role == "env") == envs]
@@ -195,15 +196,25 @@ class RayLauncher:
 
     def _host(self, worker: Worker) -> Any:
         asks, spread = worker.resources, worker.apart or worker.role == "env"
-        strategy: Any = "SPREAD" if spread else "DEFAULT"
-        if home := self._homes.get(worker.name):  # what Ray spreads may still share a node
-            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-            strategy = NodeAffinitySchedulingStrategy(home, soft=False)
+        strategy = self._apart.get(worker.name, "SPREAD" if spread else "DEFAULT")
         options = {"num_cpus": asks.cpu, "num_gpus": asks.gpu, "resources": asks.custom}
         options |= {"memory": asks.memory} if asks.memory else {}
         options |= {"max_concurrency": _THREADS, "scheduling_strategy": strategy}
         return ray.remote(_Host).options(**options).remote()
+
+    def _reserve(self, workers: Sequence[Worker]) -> None:
+        """Have a node for each of these workers; if there are too few, Ray decides who shares one
+        (what is only spread may share a node as well)."""
+        from ray.util.placement_group import placement_group, remove_placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as InGroup
+
+        bundles = [each.resources.amounts() or {"CPU": _LEAST_CPU} for each in workers]
+        group = placement_group(bundles, strategy="STRICT_SPREAD")
+        if group.wait(max(_RESERVED_WITHIN, self._args.ray_wait)):
+            self._apart = {each.name: InGroup(group, n) for n, each in enumerate(workers)}
+            self._free = partial(remove_placement_group, group)
+        else:
+            remove_placement_group(group)
 
     def _place(self, workers: Sequence[Worker], deadline: float) -> None:
         hosts = {worker.name: self._host(worker) for worker in workers}
@@ -406,18 +417,6 @@ def fitting(asks: Mapping[str, float], nodes: Iterable[Mapping[str, Any]]) -> li
         for node in nodes
         if all(node["Resources"].get(name, 0.0) >= amount for name, amount in asks.items())
     ]
-
-
-def homes(workers: Sequence[Worker], nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """A node of its own for each worker; none if there are too few."""
-    found: dict[str, str] = {}
-    for worker in workers:
-        there = fitting(worker.resources.amounts(), nodes)
-        free = [node for node in there if node not in found.values()]
-        if not free:
-            return {}
-        found[worker.name] = free[0]
-    return found
 
 
 def _sum(workers: Iterable[Worker]) -> dict[str, float]:
