@@ -50,7 +50,7 @@ def test_the_flag_in_the_message_can_be_typed() -> None:
         ({"trust": ["mine"]}, "a run names mine:make and mine:Encoder, which is not part"),
         ({"trust": "mine:make"}, "a run names mine:Encoder, which"),
         ({"stated": ["task", "dreamer.mod"]}, "a run names mine:Encoder, which"),
-        ({"may_state": ["task"]}, "imported: add --trust (trust=True in Python)."),
+        ({"may_state": ["task"]}, "if you name it too: add --trust (trust=True in Python)."),
         ({"trust": []}, "add --task"),
     ],
 )

@@ -117,7 +117,7 @@ for wrong, words in (
     ({"train_devices": (8,)}, "use numbers from 0 to 7"),
     ({"train_devices": (1, 1)}, "names a device twice"),
     ({"shard_parameters": True, "shard_over": 3}, "does not divide the 8 devices"),
-    ({"policy_devices": (9,)}, "names device 9, and 8 of the platform cpu are here"),
+    ({"policy_devices": (9,)}, "names device 9, but there are 8 of the platform cpu"),
 ):
     try:
         Dreamer(spaces, ACTIONS, config(**wrong))

@@ -152,7 +152,7 @@ def test_a_full_disk_leaves_complete_lines(tmp_path: Path, monkeypatch) -> None:
 
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:4]))
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError, match="free disk space"):
         file.append({"n": 2})
     monkeypatch.undo()
     file.append({"n": 3})
