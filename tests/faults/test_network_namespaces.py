@@ -176,7 +176,7 @@ def test_a_machine_joins_only_if_it_reaches_every_port_and_survives_a_cut_link(
     try:
         fleet.start("train", agent, "train", *flags, "--remote-envs")
         said = tmp_path / "train.out"
-        fleet.until(lambda: f"to be open on {here}: {ports}\n" in said.read_text(), "its ports")
+        fleet.until(lambda: f"to open on {here}: {ports}\n" in said.read_text(), "its ports")
         fleet.until(lambda: fleet.metrics != [], "metrics of the agent")
         with network.dropped_port(agent, 5551):
             refused = joined(tmp_path / "refused")

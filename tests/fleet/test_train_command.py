@@ -174,8 +174,8 @@ def test_dreamer_trains_and_resumes(tmp_path: Path) -> None:
     # Everything was compiled before, once in each run, and the actor's parameters became newer.
     log = (tmp_path / "logs" / "agent.log").read_text()
     assert log.count("Compiling train") == log.count("Compiling report") == 2
-    metrics = rows(tmp_path / "metrics.jsonl")
-    behind = [key["actor/policy/updates_behind"] for key in metrics if "learner/updates" in key]
+    age = "actor/policy/updates_behind"
+    behind = [row[age] for row in rows(tmp_path / "metrics.jsonl") if age in row]
     assert behind[-1] < second_updates
     for name in ("config.json", "metrics.jsonl", "scores.jsonl", "replay", "logs/agent.log"):
         assert (tmp_path / name).exists()

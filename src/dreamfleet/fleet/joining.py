@@ -392,7 +392,7 @@ def closed_port(servers: Mapping[str, Address], seconds: float, ignore: str = ""
         every = " and ".join(f"{', '.join(each)} of {host}" for host, each in ports.items())
         return (
             f"TCP port {address.port} of {address.host} ({name}) cannot be reached: {problem}. "
-            f"Ports that have to be open for this machine: {every}"
+            f"Ports to open for this machine: {every}"
         )
     return ""
 
