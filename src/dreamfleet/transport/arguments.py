@@ -71,6 +71,10 @@ class Parameters:
             taken = msgspec.structs.astuple(msgspec.convert(args, self._struct))
         except msgspec.ValidationError as problem:
             raise ArgumentError(self._sentence(str(problem))) from None
+        except Exception as problem:  # msgspec takes an array for something that has keys
+            raise ArgumentError(
+                f"{self._method!r} does not take these arguments: {problem}."
+            ) from None
         for index, dtype in self._dtypes:
             if taken[index].dtype != dtype:
                 text = f"Expected dtype {dtype}, got {taken[index].dtype} - at `$[{index}]`"

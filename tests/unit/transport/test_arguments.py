@@ -54,6 +54,7 @@ def test_good_arguments_are_passed_on() -> None:
         ("ids", [0, 1], "this 'ids': Expected `numpy.ndarray`, got `list`"),
         ("ids", np.zeros(2), "this 'ids': Expected dtype int64, got float64"),
         ("arrays", {"a": 5}, "Expected `numpy.ndarray`, got `int`"),
+        ("arrays", np.zeros(2), "'method' does not take these arguments: .*ndarray"),
         ("report", {"name": "x"}, "missing required field `steps`"),
         ("report", {"name": "x", "steps": -1}, r"this 'report.steps': Expected `int` >= 0"),
         ("mode", "other", "Invalid enum value 'other'"),
