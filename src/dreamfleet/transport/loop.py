@@ -392,7 +392,9 @@ class Loop:
             try:
                 own = own_frames(parse_schema(header.schema), frames[1:])
                 self._handler.on_call(origin, header, own)
-            except TransportError as problem:
+            except Exception as problem:
+                if not isinstance(problem, TransportError):  # a bug of ours
+                    log.exception("%s: a call could not be handled.", self.name)
                 self.reject(peer, header.id, problem)
 
     # --- who misbehaves, and who is not welcome any more ------------------------------------------

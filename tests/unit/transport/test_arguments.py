@@ -67,7 +67,7 @@ def test_good_arguments_are_passed_on() -> None:
 def test_a_wrong_argument_gets_one_sentence(name: str, value: object, words: str) -> None:
     with pytest.raises(ArgumentError, match=words) as refused:
         Parameters("method", method).take(tuple({**GOOD, name: value}.values()))
-    assert str(refused.value).startswith("'method' does not take this ")
+    assert str(refused.value).startswith("'method' does not take th")
     assert "\n" not in str(refused.value)
 
 
@@ -94,3 +94,17 @@ def test_a_refused_call_does_not_reach_the_method() -> None:
         assert not refused.value.traceback
         client.note(1).result(60)
     assert calls == [1]
+
+
+def test_a_check_that_fails_itself_is_answered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    server = Server("ipc://{auto}")
+    server.bind("note", lambda: None)
+    monkeypatch.setattr(Parameters, "take", fail)
+    with server, Client(server.address) as client, pytest.raises(RemoteError, match="a bug"):
+        client.note().result(60)
+    assert "could not be handled" in caplog.text
