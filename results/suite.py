@@ -303,7 +303,8 @@ def panels(group: str, entries: Sequence[Entry]) -> list[Panel]:
             (entry.label or OURS, read_config(each), scores)
             for entry in mine
             for each in kept(entry)
-            if (scores := trained(each))
+            # What has hardly begun shows nothing, and is only listed.
+            if (scores := trained(each)) and scores.at[-1] >= entry.steps / 10
         ]
         found += [
             (about["program"], replace(config, seed=about["seed"]), scores)
