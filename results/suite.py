@@ -353,7 +353,9 @@ def front_row(entry: Entry) -> dict[str, str]:
     """The columns that a newcomer reads."""
     made = row(entry)
     return {
-        **{name: made[name] for name in ("task", "steps", "runs", "score")},
+        **{name: made[name] for name in ("task", "steps")},
+        "runs": str(len(finals(entry))),
+        "score": made["score"],
         "goal, or published": made["goal"] or made["published"],
         "CPU minutes": made["CPU minutes"],
     }
