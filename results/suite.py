@@ -454,6 +454,8 @@ def row(entry: Entry) -> dict[str, str]:
     curve = published_curve(entry.task, config.env_options)
     theirs = curve.at(entry.steps * action_repeat(config)) if curve else None
     reached = sum(score >= entry.goal for score in scores) if entry.goal is not None else 0
+    known = [account(each) for each in runs]
+    spent = [each for each in known if each.get("finished")] or known
     side = ("above" if np.mean(scores) > theirs[0] else "below") if theirs and scores else ""
     waiting = len(runs) - len(scores)
     return {
@@ -467,8 +469,8 @@ def row(entry: Entry) -> dict[str, str]:
         "reached": f"{reached} of {len(scores)}" if entry.goal is not None and scores else "",
         "published": "{:.0f} ± {:.0f}".format(*theirs) if theirs else "",
         "ours is": side,
-        "CPU minutes": span(each.get("cpu_minutes") for each in map(account, runs)),
-        "wall minutes": span(each.get("minutes") for each in map(account, runs)),
+        "CPU minutes": span(each.get("cpu_minutes") for each in spent),
+        "wall minutes": span(each.get("minutes") for each in spent),
     }
 
 
