@@ -130,26 +130,32 @@ def _helped(target: Callable[..., None], *args: Any) -> None:
 def rate_of(
     count: Callable[[], int], processes: Sequence[BaseProcess], warm_up: int, seconds: float
 ) -> float:
-    """Start processes, measure how fast a count rises after the warm-up, and end them.
+    """Start processes, measure how fast a count rises after the warm-up, and end them. On a busy
+    machine this takes longer than `seconds`: until the count has risen.
 
     Raises:
-        DreamfleetError: The count did not reach the warm-up.
+        DreamfleetError: The count did not reach the warm-up, or stands still after it.
     """
     for process in processes:
         process.start()
     try:
-        deadline = time.monotonic() + _WARM_UP_SECONDS
-        while count() < warm_up:
-            if time.monotonic() > deadline:
-                raise DreamfleetError(f"Only {count()} of {warm_up} warm-up steps came in time.")
-            time.sleep(0.01)
+        _reach(count, warm_up)
         start, before = time.perf_counter(), count()
         time.sleep(seconds)
+        _reach(count, before + 1)
         return (count() - before) / (time.perf_counter() - start)
     finally:
         for process in processes:
             process.kill()
             process.join()
+
+
+def _reach(count: Callable[[], int], goal: int) -> None:
+    deadline = time.monotonic() + _WARM_UP_SECONDS
+    while count() < goal:
+        if time.monotonic() > deadline:
+            raise DreamfleetError(f"Only {count()} of {goal} steps came in time.")
+        time.sleep(0.01)
 
 
 def program(

@@ -213,7 +213,7 @@ def _alone(kind: str, seconds: float) -> float:
     actions = [sample_action(env.act_space, rng) for _ in range(64)]
     obs = env.step(noop(env.act_space))
     count, begin, used = 0, time.perf_counter(), time.process_time()
-    while time.perf_counter() - begin < seconds / 3:
+    while not count or time.perf_counter() - begin < seconds / 3:
         for action in actions:
             obs = env.step({**action, RESET: obs["is_last"]})
         count += len(actions)

@@ -153,12 +153,13 @@ class Replay:
         except BaseException:
             self._unlock()
             raise
+        arguments = weakref.ref(self), self._closing
+        self._thread = threading.Thread(
+            target=_sync_regularly, args=arguments, name="replay-sync", daemon=True
+        )
         if self.directory:
             weakref.finalize(self, self._closing.set)
-            arguments = weakref.ref(self), self._closing
-            threading.Thread(
-                target=_sync_regularly, args=arguments, name="replay-sync", daemon=True
-            ).start()
+            self._thread.start()
 
     def __len__(self) -> int:
         """Sequences that can be sampled."""
@@ -447,6 +448,8 @@ class Replay:
                     self._table.store.close()
                     self._table = None
                 self._unlock()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def _draw(self, table: Table, batch: int, mode: Mode, split: Split | None) -> NDArray[np.int64]:
         train = mode == "train"
