@@ -21,7 +21,6 @@ from dreamfleet.config import RunConfig
 from dreamfleet.files import COUNTER_WORDS, DurableCounters, atomic_write, map_words
 from dreamfleet.metrics import (
     Aggregate,
-    Episode,
     EpisodeStats,
     Output,
     Outputs,
@@ -137,7 +136,7 @@ class Logger:
         self._steps: dict[int, int] = {}  # of each shard, when it was last asked
         self._interleaved: list[tuple[float, int]] = []  # evaluation episodes since the last line
         self._args = args
-        self._train, self._eval = EpisodeStats(video=self._video), EpisodeStats()
+        self._train, self._eval = (EpisodeStats(video=self._video) for _ in range(2))
         self._aggregate = Aggregate()
         self._recent: deque[float] = deque(self._scores["train"].last, RECENT_EPISODES)
         self._recent_eval: deque[float] = deque(maxlen=RECENT_EPISODES)
@@ -157,7 +156,7 @@ class Logger:
         self,
         step: Step,
         envids: NDArray[np.int64],
-        is_eval: NDArray[np.bool_],
+        is_eval: bool,
         transitions: dict[str, NDArray[Any]],
         frames: dict[str, NDArray[Any]],
         source: str = "",
@@ -170,13 +169,15 @@ class Logger:
         reached.
         """
         with self._lock:
-            if not self._is_new(source, number):
-                return self._target_reached()
-            self._advance(step)
-            recorded = (envids == self._video) & bool(frames)
-            self._follow(self._train, envids, recorded, transitions, frames)
-            self._follow(self._train, envids, ~is_eval & ~recorded, transitions, {})
-            self._follow(self._eval, envids, is_eval, transitions, {})
+            if self._is_new(source, number):
+                self._advance(step)
+                if frames:  # those of the video's environment have images, the others follow
+                    rows = envids == self._video
+                    filmed = {key: value[rows] for key, value in transitions.items()}
+                    self._follow(is_eval, envids[rows], filmed | frames)
+                    envids = envids[~rows]
+                    transitions = {key: value[~rows] for key, value in transitions.items()}
+                self._follow(is_eval, envids, transitions)
             return self._target_reached()
 
     def _is_new(self, source: str, number: int) -> bool:
@@ -249,26 +250,14 @@ class Logger:
             log.warning("evaluations.jsonl cannot be written: %s", error)
 
     def _follow(
-        self,
-        episodes: EpisodeStats,
-        envids: NDArray[np.int64],
-        rows: NDArray[np.bool_],
-        transitions: dict[str, NDArray[Any]],
-        frames: dict[str, NDArray[Any]],
+        self, is_eval: bool, envids: NDArray[np.int64], transitions: dict[str, NDArray[Any]]
     ) -> None:
-        if not rows.any():
-            return
-        if not rows.all():
-            envids = envids[rows]
-            transitions = {key: value[rows] for key, value in transitions.items()}
-        for episode in episodes.add(envids, {**transitions, **frames}):
-            self._finish(episode, "eval" if episodes is self._eval else "episode")
-
-    def _finish(self, episode: Episode, prefix: str) -> None:
-        self._aggregate.add(episode.metrics(), prefix=prefix)
-        if episode.video:
-            videos = {f"{prefix}/video/{key}": video for key, video in episode.video.items()}
-            self._output.write(self._step, videos)
+        stats, prefix = (self._eval, "eval") if is_eval else (self._train, "episode")
+        for episode in stats.add(envids, transitions):
+            self._aggregate.add(episode.metrics(), prefix=prefix)
+            if episode.video:
+                videos = {f"{prefix}/video/{key}": video for key, video in episode.video.items()}
+                self._output.write(self._step, videos)
 
     def _target_reached(self) -> bool:
         """Whether recent episodes score enough: evaluation episodes if the run has any."""

@@ -311,17 +311,18 @@ def test_a_batch_of_which_nothing_is_kept_sends_nothing(tmp_path: Path) -> None:
 # --- what is sent --------------------------------------------------------------------------------
 
 
-def transitions(ids: list[int], values: list[int], *, is_eval: Any = False, first: bool = False):
+def transitions(
+    ids: list[int], values: list[int], *, is_eval: bool = False, first: bool = False
+) -> list[Transitions]:
     size = len(ids)
     steps = {
         "value": np.array(values),
         "is_first": np.full(size, first),
         "image": np.zeros((size, 2, 2, 3), np.uint8),
     }
-    is_eval = np.broadcast_to(np.asarray(is_eval), size).copy()
     flags = {key: np.zeros(size, bool) for key in ("is_last", "is_terminal")}
     logs = {"reward": np.array(values, float), "is_first": steps["is_first"], **flags}
-    return Transitions(np.array(ids), is_eval, steps, logs)
+    return [Transitions(np.array(ids), is_eval, steps, logs)]
 
 
 def stored(replay: Recorder) -> list[tuple[list[int], list[int], bool, int]]:
@@ -343,11 +344,12 @@ def test_batches_that_come_together_share_a_message_in_order(tmp_path: Path) -> 
 def test_environments_may_log_different_keys(tmp_path: Path) -> None:
     """A step that lacks a number has -inf there, which no statistic counts."""
     actor, _, logger = make_actor(CountingAgent(), tmp_path, report_every=0.0)
-    one, two, three = (transitions([envid], [1]) for envid in range(3))
+    batches = [transitions([envid], [1]) for envid in range(3)]
+    one, two, three = (batch for [batch] in batches)
     one.logs["log/one"] = np.array([5], np.int32)
     two.logs["log/two"] = np.array([6.0], np.float32)
     three.logs["log/one"] = np.array([[1.0, 2.0]], np.float32)
-    actor.send([one, two, three])
+    actor.send(batches)
     logs = logger.calls[0][4]
     assert logs["log/one"].tolist() == [5, -np.inf, -np.inf]
     assert logs["log/two"].tolist() == [-np.inf, 6, -np.inf]
@@ -356,8 +358,8 @@ def test_environments_may_log_different_keys(tmp_path: Path) -> None:
 
 def test_training_and_evaluation_go_to_their_own_buffers(tmp_path: Path) -> None:
     actor, replay, _ = make_actor(CountingAgent(), tmp_path, report_every=0.0)
-    mixed = transitions([0, 7], [2, 3], is_eval=[False, True])
-    actor.send([mixed, transitions([7], [4], is_eval=True)])
+    both = [*transitions([0], [2]), *transitions([7], [3], is_eval=True)]
+    actor.send([both, transitions([7], [4], is_eval=True)])
     assert stored(replay) == [([0], [2], False, 1), ([7, 7], [3, 4], True, 2)]
 
 

@@ -68,7 +68,7 @@ def play(
         reached = keeper.tran(
             step,
             np.array([envid]),
-            np.array([is_eval]),
+            is_eval,
             {
                 "reward": np.array([reward], np.float32),
                 "is_first": np.array([index == 0]),
