@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import faulthandler
 import inspect
+import logging
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,8 +18,11 @@ from typing import Any
 
 import cloudpickle
 
+from dreamfleet.clock import LocalClock
 from dreamfleet.errors import ConfigError, DreamfleetError
-from dreamfleet.transport import Client
+from dreamfleet.transport import Client, Disconnected
+
+log = logging.getLogger(__name__)
 
 
 class ActorFailed(DreamfleetError):
@@ -82,11 +87,37 @@ POLL_SECONDS = 0.5
 """Between two looks at what tells nothing by itself."""
 FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0
 """Seconds before something that has failed twice is tried again; doubled each time."""
+_FIRST_TIMEOUT, _SAY_SECONDS = 3600.0, 30.0
 
 
 def backoff(failures: int) -> float:
     """Seconds before something is tried again that had so many failures before this one."""
     return min(FIRST_DELAY * 2.0 ** (failures - 1), LONGEST_DELAY) if failures else 0.0
+
+
+def await_server(
+    connect: Callable[[float], None], what: str, over: Callable[[], bool] = lambda: False
+) -> None:
+    """Wait for a server that may be started later, and say now and then why it is not there.
+
+    Args:
+        connect: Of its client; waits so many seconds at most.
+        what: Its name, in the log.
+        over: Whether to wait no longer.
+
+    Raises:
+        Disconnected: It was not there for an hour, or is not when the wait is `over`.
+    """
+    deadline, should_say = time.monotonic() + _FIRST_TIMEOUT, LocalClock(_SAY_SECONDS)
+    should_say()
+    while True:
+        try:
+            return connect(POLL_SECONDS)
+        except Disconnected as error:
+            if over() or time.monotonic() >= deadline:
+                raise
+            if should_say():
+                log.warning("%s Still waiting for %s.", error, what)
 
 
 # --- stopping ------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,16 +18,15 @@ from dreamfleet.config import RunConfig
 from dreamfleet.policy import BLUEPRINT, Blueprint, find_checkpoint
 from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.runtime import POLL_SECONDS
+from dreamfleet.roles.runtime import POLL_SECONDS, await_server
 from dreamfleet.roles.scaling.shards import ReplayClient
 from dreamfleet.roles.scaling.sync import Sync
-from dreamfleet.transport import Client, Disconnected, TransportError
+from dreamfleet.transport import Client, TransportError
 
 log = logging.getLogger(__name__)
 
 SAVE_REQUEST = "save.request"
 """A file in the run's directory by which a user asks for a checkpoint."""
-_FIRST_TIMEOUT = 3600.0
 _CONNECT_SECONDS, _POSITION_SECONDS, _SCORE_SECONDS = 1.0, 10.0, 2.0
 _ROUND_SECONDS = 0.5
 
@@ -71,7 +69,7 @@ class Saver:
     def restore(self) -> str:
         """Load the newest complete checkpoint of this run, or else what the run starts from;
         returns what was done."""
-        self._connect_to_replay()
+        await_server(self._replay.connect, "the replay", self._progress.finished.is_set)
         self._sync.gather("ready", {})  # loading may be done by all devices together
         restored = "starting from scratch"
         snapshot = self._checkpoint.load()
@@ -127,17 +125,6 @@ class Saver:
             f"starting from {snapshot.path}, loaded {len(loaded)} of {len(names)} entries: "
             f"{_summary(set(loaded))}{rest}"
         )
-
-    def _connect_to_replay(self) -> None:
-        """Wait for the replay, which may be started later, unless the run ends before."""
-        deadline = time.monotonic() + _FIRST_TIMEOUT
-        while True:
-            try:
-                self._replay.connect(_CONNECT_SECONDS)
-                return
-            except Disconnected:
-                if self._progress.finished.is_set() or time.monotonic() > deadline:
-                    raise
 
     def asked(self) -> bool:
         """Whether a user asks for a checkpoint now, by a file."""

@@ -30,7 +30,7 @@ from dreamfleet.roles import logger as logging_role
 from dreamfleet.roles import replay as replay_role
 from dreamfleet.roles.actor import Actor
 from dreamfleet.roles.addresses import listen_address, publish_address
-from dreamfleet.roles.env import Lane, Watchdog, make_lanes
+from dreamfleet.roles.env import Lane, RestartedEnv, Watchdog, make_lanes
 from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.learner import EARLY_SECONDS, Learner
 from dreamfleet.roles.logger import RECORD_SECONDS, Logger, ScoreReader
@@ -197,10 +197,11 @@ class SerialRunner:
         if self._progress.finished.is_set():
             return False
         train, evaluation = range(args.envs), range(args.envs, args.all_envs)
+        restarted = partial(RestartedEnv, args=args, health=self._health, watchdog=Watchdog(0))
         for make, ids, is_eval in ((make_train, train, False), (make_eval, evaluation, True)):
             for first in range(0, 0 if args.offline else len(ids), args.policy_batch):
                 mine = ids[first : first + args.policy_batch]
-                [lane] = make_lanes(make, mine, args, self._health, Watchdog(0), is_eval)
+                [lane] = make_lanes(make, mine, restarted, is_eval)
                 for env in lane.envs:
                     env.build()
                 self._lanes.append(lane)
