@@ -98,14 +98,14 @@ def serve_actor(agent: Player, args: RunConfig, progress: Progress, index: int =
         try:
             publish_address(args, "actor", server.address, index)
             while not progress.finished.wait(min(args.log_every, POLL_SECONDS)):
-                gate.poll()
+                held = gate.poll()
                 if args.bind:  # environments come and go: a full batch has no more than are there
                     present = server.between_calls(owners.present)
                     server.resize("act", min(present, args.policy_batch_of(index)))
                 if should_log():
-                    actor.log_metrics(server, gate.holds())
+                    actor.log_metrics(server, held)
             if progress.error is None:
-                actor.log_metrics(server, gate.holds())
+                actor.log_metrics(server, gate.poll())
         except Exception as error:
             progress.fail(error)
             raise
@@ -362,21 +362,17 @@ class StartGate:
         else:
             self._note_beginning()
 
-    def poll(self) -> None:
-        """Let the actor act, if it may now."""
+    def poll(self) -> str | None:
+        """Let the actor act, if it may now. Returns why actions are held back, as far as this actor
+        knows it; None if they are not."""
         if not self.closed:
-            return
+            return None
         self._server.forget_gone("act")
         present = self._server.between_calls(self._owners.present)
-        if not self._progress.may_begin(present, self._args.expect_envs):
-            return
-        self.closed = False
-        self._note_beginning()
-        self._server.hold("act", held=False)
-
-    def holds(self) -> str | None:
-        """Why actions are held back, as far as this actor knows it; None if they are not."""
-        if not self.closed:
+        if self._progress.may_begin(present, self._args.expect_envs):
+            self.closed = False
+            self._note_beginning()
+            self._server.hold("act", held=False)
             return None
         if not self._note or self._progress.pretraining:  # the first actor knows of the others
             return ""

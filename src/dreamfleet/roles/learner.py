@@ -33,9 +33,6 @@ from dreamfleet.transport import Client, Closed, TransportError
 
 log = logging.getLogger(__name__)
 
-EARLY_SECONDS = 60.0
-"""After the first update: when the first checkpoint is due. Later ones follow after longer and
-longer times, up to `save_every`."""
 _CONFIRM_SECONDS = 0.02  # between two looks whether all steps are confirmed
 _BATCH_SECONDS = 0.1  # after which a learner without a batch does what else is due
 _FLUSH_SECONDS = 5.0
@@ -114,7 +111,6 @@ class Learner:
         self._written: deque[Reply] = deque()  # states that are on their way to the replay
         self._since = (time.monotonic(), 0, 0)
         self._tracing, self._made = ExitStack(), 0  # a profile, and updates for it
-        self._should_save = LocalClock(args.save_every, early=EARLY_SECONDS)
 
     def run(self) -> None:
         """Train until learning is over."""
@@ -288,7 +284,7 @@ class Learner:
         saver, progress = self._saver, self._progress
         self._voted_steps = progress.own
         return {
-            "save": saver.asked() or (saver.has_news and self._should_save()),
+            "save": saver.is_due(),
             "round": not self._ending and saver.round_is_due(),
             "steps": self._voted_steps + saver.offset,
             "finished": progress.finished.is_set(),

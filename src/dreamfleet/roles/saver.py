@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 SAVE_REQUEST = "save.request"
 """A file in the run's directory by which a user asks for a checkpoint."""
+_EARLY_SECONDS = 60.0
+"""After the first update: when the first checkpoint is due. Later ones follow after longer and
+longer times, up to `save_every`."""
 _CONNECT_SECONDS, _POSITION_SECONDS, _SCORE_SECONDS = 1.0, 10.0, 2.0
 _ROUND_SECONDS = 0.5
 
@@ -58,6 +61,7 @@ class Saver:
         self.round_may_begin: Callable[[], bool] = LocalClock(_ROUND_SECONDS, first=True)
         """Whether to look now if a round is due; looking reads files."""
         self._may_look = LocalClock(POLL_SECONDS, first=True)
+        self._is_time = LocalClock(args.save_every, early=_EARLY_SECONDS)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self._saved = 0  # updates
@@ -126,15 +130,17 @@ class Saver:
             f"{_summary(set(loaded))}{rest}"
         )
 
-    def asked(self) -> bool:
-        """Whether a user asks for a checkpoint now, by a file."""
-        if not self._may_look():
-            return False
-        try:
-            (self._args.logdir / SAVE_REQUEST).unlink()
-        except OSError:
-            return False
-        return True
+    def is_due(self) -> bool:
+        """Whether to save now: it is time, and the agent was trained since it was last saved; or a
+        user asks for it, by a file."""
+        if self._may_look():
+            try:
+                (self._args.logdir / SAVE_REQUEST).unlink()
+            except OSError:
+                pass
+            else:
+                return True
+        return self.updates > self._saved and self._is_time()
 
     def round_is_due(self) -> bool:
         """Whether a round of evaluation is to begin now, with a checkpoint that is `pending`;
@@ -158,11 +164,6 @@ class Saver:
         """Whether a round is under way, or a checkpoint is being written that may begin one."""
         self.finish(wait=False)
         return self._writing is not None or self._checkpoint.pending() is not None
-
-    @property
-    def has_news(self) -> bool:
-        """Whether the agent was trained since it was last saved."""
-        return self.updates > self._saved
 
     def save(self, *, pending: bool = False, wait: bool = True) -> None:
         """Write a checkpoint, with the evaluation score that tells which one is the best.

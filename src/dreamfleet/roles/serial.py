@@ -31,8 +31,7 @@ from dreamfleet.roles import replay as replay_role
 from dreamfleet.roles.actor import Actor
 from dreamfleet.roles.addresses import listen_address, publish_address
 from dreamfleet.roles.env import Lane, RestartedEnv, Watchdog, make_lanes
-from dreamfleet.roles.health import Health, health_path
-from dreamfleet.roles.learner import EARLY_SECONDS, Learner
+from dreamfleet.roles.learner import Learner
 from dreamfleet.roles.logger import RECORD_SECONDS, Logger, ScoreReader
 from dreamfleet.roles.progress import Progress, limiter_for
 from dreamfleet.roles.replay import ReplayService
@@ -177,8 +176,6 @@ class SerialRunner:
         self._saver.round_may_begin = lambda: True
         self._learner = Learner(agent, args, progress, self._saver, replay, logs)
         self._actor = Actor(agent, args, progress, replay, logs)
-        self._health = Health(health_path(args, "agent"))
-        self._should_save = LocalClock(args.save_every, early=EARLY_SECONDS)
         self._should_record = LocalClock(RECORD_SECONDS)
         self._acting, self._items, self._batches, self._work = acting, 0, 0, 0.0
         self._lanes: list[Lane] = []
@@ -197,7 +194,9 @@ class SerialRunner:
         if self._progress.finished.is_set():
             return False
         train, evaluation = range(args.envs), range(args.envs, args.all_envs)
-        restarted = partial(RestartedEnv, args=args, health=self._health, watchdog=Watchdog(0))
+        restarted = partial(
+            RestartedEnv, args=args, health=self._saver.health, watchdog=Watchdog(0)
+        )
         for make, ids, is_eval in ((make_train, train, False), (make_eval, evaluation, True)):
             for first in range(0, 0 if args.offline else len(ids), args.policy_batch):
                 mine = ids[first : first + args.policy_batch]
@@ -225,7 +224,7 @@ class SerialRunner:
                 self._follow(before)
             if self._should_record():
                 self._logger.record()
-            if self._should_save() or self._saver.asked():
+            if self._saver.is_due():
                 self._saver.save()
                 self._service.save()
         self._learner.end_trace()
@@ -252,8 +251,8 @@ class SerialRunner:
                 env.build()
         if self._learned:
             settle(self._agent)
-        self._health.stepped(lane.step(self._acting))
-        self._health.now("waiting")
+        self._saver.health.stepped(lane.step(self._acting))
+        self._saver.health.now("waiting")
         if lane.reply is not None:
             lane.take()
         self._turn = (self._turn + 1) % len(self._lanes)
