@@ -301,25 +301,22 @@ def stop_event(
         on_stop: Called when the event is set.
         exit_process: Leave `user_code` at once, by SystemExit. A thread cannot be left like that.
     """
-    if _thread.signal is not None:
-        if on_stop:
-            _thread.signal.on_stop(on_stop)
-        return _thread.signal.event
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        return event
+    asked = _thread.signal
+    if asked is None:
+        if threading.current_thread() is not threading.main_thread():
+            return threading.Event()
+        asked = _process_stopped
+        _signals.on(_stop_signal, _stop_process, exit_process=exit_process)
+    if on_stop:
+        asked.on_stop(on_stop)
+    return asked.event
 
-    def stop() -> None:
-        event.set()
-        _process_stopped.stop()
-        if on_stop:
-            on_stop()
-        if _stop_signal == STOP_SIGNAL:
-            with suppress(RuntimeError):  # no memory for another thread
-                _say_where()
 
-    _signals.on(_stop_signal, stop, exit_process=exit_process)
-    return event
+def _stop_process() -> None:
+    _process_stopped.stop()
+    if _stop_signal == STOP_SIGNAL:
+        with suppress(RuntimeError):  # no memory for another thread
+            _say_where()
 
 
 _timer = threading.Lock()  # of faulthandler, which has one
