@@ -77,35 +77,32 @@ def serve_actor(agent: Player, args: RunConfig, progress: Progress, index: int =
         spaces, most = observed(agent, args), args.envs_per_process
         server.bind(
             "act",
-            actor.act,
-            actor.send,
-            roles=("env",),
-            check=ObservationCheck(spaces, most, owners, check_acting(args)),
+            workfn=actor.act,  # carries, policy, reply
+            postfn=actor.send,  # after the reply, in order: replay.add_batch, logger.tran
             batch=args.policy_batch_of(index),
             wait=args.actor_wait,
             workers=args.actor_threads,
+            roles=("env",),
+            check=ObservationCheck(spaces, most, owners, check_acting(args)),
             gather=_GATHER_SECONDS,
             # No more than the replay's limiter tolerates at once, so that it can hold acting and
             # learning in step.
             post_rows=args.limiter_tolerance,
             on_post_error=actor.on_send_error,
         )
-        actor.gone = lambda ids: server.between_calls(lambda: owners.gone(ids))
-        gate = StartGate(args, progress, server, owners, index)
+        presence = Presence(args, progress, server, owners, index)
+        actor.gone = presence.gone
         server.start(block=False)
         should_log = LocalClock(args.log_every)
         should_log()
         try:
             publish_address(args, "actor", server.address, index)
             while not progress.finished.wait(min(args.log_every, POLL_SECONDS)):
-                held = gate.poll()
-                if args.bind:  # environments come and go: a full batch has no more than are there
-                    present = server.between_calls(owners.present)
-                    server.resize("act", min(present, args.policy_batch_of(index)))
+                held = presence.poll()
                 if should_log():
                     actor.log_metrics(server, held)
             if progress.error is None:
-                actor.log_metrics(server, gate.poll())
+                actor.log_metrics(server, presence.poll())
         except Exception as error:
             progress.fail(error)
             raise
@@ -190,10 +187,8 @@ class Actor:
         """Training and evaluation rows, a policy call for each; actions are in their order."""
         rows = [np.flatnonzero(~is_eval), np.flatnonzero(is_eval)]
         train, evaluation = (take_rows(obs, chosen) for chosen in rows)
-        (actions, trained), (more, evaluated) = (
-            self._act(train, "train"),
-            self._act(evaluation, "eval"),
-        )
+        actions, trained = self._act(train, "train")
+        more, evaluated = self._act(evaluation, "eval")
         order = np.argsort(np.concatenate(rows))
         joined = {key: np.concatenate([actions[key], more[key]])[order] for key in actions}
         return joined, [trained, evaluated]
@@ -341,9 +336,9 @@ class Transitions:
         )
 
 
-class StartGate:
-    """Holds the actions of an actor back until the environments that the run expects are there,
-    and the updates before the first step (`pretrain`) are made.
+class Presence:
+    """Which environments of an actor are there. Their actions are held back until those that the
+    run expects are there, and the updates before the first step (`pretrain`) are made.
 
     The first actor decides, which hears from the learner's server how many the others have. One
     that is started again, in a run that has begun, does not wait."""
@@ -351,35 +346,45 @@ class StartGate:
     def __init__(
         self, args: RunConfig, progress: Progress, server: BatchServer, owners: Owners, index: int
     ) -> None:
-        self._args, self._progress = args, progress
+        self._args, self._progress, self._index = args, progress, index
         self._server, self._owners = server, owners
         self._note = None if index else health_path(args, STARTED)
         if self._note and self._note.exists():
             progress.begun = True
-        self.closed = bool(args.expect_envs or args.pretrain) and not progress.begun
-        if self.closed:
+        self.held = bool(args.expect_envs or args.pretrain) and not progress.begun
+        """Whether actions are held back."""
+        if self.held:
             server.hold("act")
         else:
             self._note_beginning()
 
+    def gone(self, envids: list[int]) -> list[int]:
+        """Those of these environments that have no connection any more."""
+        return self._server.between_calls(lambda: self._owners.gone(envids))
+
     def poll(self) -> str | None:
         """Let the actor act, if it may now. Returns why actions are held back, as far as this actor
         knows it; None if they are not."""
-        if not self.closed:
+        args, progress = self._args, self._progress
+        if self.held:
+            self._server.forget_gone("act")
+            if progress.may_begin(self._present(), args.expect_envs):
+                self.held = False
+                self._note_beginning()
+                self._server.hold("act", held=False)
+        if args.bind:  # environments come and go: a full batch has no more than are there
+            self._server.resize("act", min(self._present(), args.policy_batch_of(self._index)))
+        if not self.held:
             return None
-        self._server.forget_gone("act")
-        present = self._server.between_calls(self._owners.present)
-        if self._progress.may_begin(present, self._args.expect_envs):
-            self.closed = False
-            self._note_beginning()
-            self._server.hold("act", held=False)
-            return None
-        if not self._note or self._progress.pretraining:  # the first actor knows of the others
+        if not self._note or progress.pretraining:  # the first actor knows of the others
             return ""
         return (
-            f"the run begins when {self._args.expect_envs} environments are there (expect_envs): "
-            f"{self._progress.present} are"
+            f"the run begins when {args.expect_envs} environments are there (expect_envs): "
+            f"{progress.present} are"
         )
+
+    def _present(self) -> int:
+        return self._server.between_calls(self._owners.present)
 
     def _note_beginning(self) -> None:
         if self._note:
