@@ -164,22 +164,21 @@ class Actor:
 
     def _act(self, obs: Arrays, mode: Mode) -> tuple[Arrays, Transitions]:
         inputs = without_logs(obs)
-        envids, is_first = ids_of(inputs.pop("envid")), obs["is_first"]
+        envids = ids_of(inputs.pop("envid"))
         del inputs["is_eval"]
         with self._policy_lock:
             # An episode that began before this actor started has no carry: it is reset and not
             # stored.
-            unknown = ~is_first & ~self._carries.known(envids)
-            carry, slots = self._carries.take(envids, is_first)
+            carry, slots, missed = self._carries.take(envids, obs["is_first"])
             carry, actions, outs = padded_policy(self._agent, self._sizes, carry, inputs, mode)
             self._carries.put(slots, carry)
         logs = {k: v for k, v in obs.items() if k in FLAGS or k.startswith(LOG_PREFIX)}
         transitions = Transitions(envids, mode == "eval", {**inputs, **actions, **outs}, logs)
-        if unknown.any():
-            transitions = transitions.where(~unknown)
+        if missed.any():
+            transitions = transitions.where(~missed)
         if self._args.actors == 1 and mode == "train":
             self._progress.advance(len(transitions))
-        return {**actions, RESET: obs["is_last"] | unknown}, transitions
+        return {**actions, RESET: obs["is_last"] | missed}, transitions
 
     def _act_in_both_modes(
         self, obs: Arrays, is_eval: NDArray[np.bool_]

@@ -154,7 +154,6 @@ def make_lanes(
 ) -> list[Lane]:
     """Environments, each `restarted`, in so many groups of nearly the same size; in fewer, if there
     are fewer. If the task is vectorised, each group is one environment."""
-    sent = fenced(ids, incarnation)
     with user_code:
         vectorised = getattr(make, "vectorised", lambda: False)()
 
@@ -164,7 +163,7 @@ def make_lanes(
             envs = [restarted(partial(make, lanes=len(mine)), ids[first])]
         else:
             envs = [restarted(make, each) for each in mine]
-        return Lane(envs, sent[first:end], is_eval, vectorised)
+        return Lane(envs, mine, is_eval, vectorised, incarnation)
 
     count = min(count, len(ids))
     bounds = [len(ids) * part // count for part in range(count + 1)]
@@ -176,9 +175,10 @@ class Lane:
 
     Args:
         envs: The environments, or a single one that is vectorised.
-        ids: What they send as their ids.
+        ids: Their ids.
         is_eval: Whether the data is for evaluation.
         vectorised: Whether observations and actions of the only environment have an axis of ids.
+        incarnation: What they send with their ids.
     """
 
     def __init__(
@@ -187,9 +187,10 @@ class Lane:
         ids: Sequence[int],
         is_eval: bool,
         vectorised: bool = False,
+        incarnation: int = 0,
     ) -> None:
         self.envs, self.ids, self._vectorised = envs, ids, vectorised
-        self._block = ObservationBlock(ids, is_eval)
+        self._block = ObservationBlock(fenced(ids, incarnation), is_eval)
         self.actions: list[Any] = [None] * len(envs)
         """What each environment does next; None resets."""
         self._sent: list[int] = []  # the rows whose observations are on their way

@@ -416,7 +416,7 @@ class Counting(AgentBase):
 def count(carries: Carries, ids: list[int], first: list[bool] | None = None) -> list[int]:
     """Count one more for these environments, and return what they had before."""
     firsts = np.array(first or [False] * len(ids))
-    carry, slots = carries.take(np.array(ids), firsts)
+    carry, slots, _ = carries.take(np.array(ids), firsts)
     carries.put(slots, {"count": carry["count"] + 1})
     return carry["count"].tolist()
 
