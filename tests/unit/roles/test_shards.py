@@ -26,7 +26,14 @@ from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.replay import parallel_replay, together
 from dreamfleet.roles.runtime import StopSignal
 from dreamfleet.roles.scaling.coordinator import ReplayCoordinator
-from dreamfleet.roles.scaling.shards import ChunkToShard, ReplayClient, split_batch
+from dreamfleet.roles.scaling.shards import (
+    ROW_BITS,
+    ReplayClient,
+    marked,
+    shard_of,
+    split_batch,
+    unmarked,
+)
 from dreamfleet.transport import Client, RemoteError
 
 ENVS, LENGTH, LONG = 5, 4, 120.0
@@ -414,15 +421,20 @@ def test_fresh_sequences_come_first_from_whichever_shard_has_them() -> None:
     assert list(split_batch(rng, 9, nothing, [1.0])) == [1]
 
 
-def test_where_steps_came_from_is_forgotten_after_a_while() -> None:
-    chunk_to_shard = ChunkToShard(most=2)
-
-    def stepid(*chunks: int) -> Any:
-        return np.array([[chunk] * 20 for chunk in chunks], np.uint8)[None]
-
-    chunk_to_shard.note(1, stepid(1, 1, 2))
-    chunk_to_shard.note(1, stepid(1, 3))
-    assert chunk_to_shard.find(stepid(1, 2, 3, 3)).tolist() == [[1, 0, 1, 1]]
+def test_a_step_says_which_shard_it_came_from() -> None:
+    """As many shards as there may be, each with the longest chunks."""
+    rows = np.array([0, 7, ReplayConfig(chunk=1 << ROW_BITS).chunk - 1])
+    stepid = np.full((2, 3, 20), 9, np.uint8)
+    stepid[..., 16:] = rows.astype(">u4").view(np.uint8).reshape(3, 4)
+    stepid.flags.writeable = False  # as it is received
+    for shard in (0, 1, 1023):
+        found = marked(stepid, shard)
+        assert shard_of(found[:, 1:]).tolist() == [[shard] * 2] * 2
+        assert unmarked(found).tobytes() == stepid.tobytes()
+    with pytest.raises(ConfigError, match="chunk"):
+        ReplayConfig(chunk=(1 << ROW_BITS) + 1)
+    with pytest.raises(ConfigError, match="replay_shards"):
+        RunConfig(replay_shards=1025)
 
 
 def test_capacity_is_that_of_all_shards_together(tmp_path: Path) -> None:
