@@ -114,8 +114,11 @@ def await_server(
         try:
             return connect(POLL_SECONDS)
         except Disconnected as error:
-            if over() or time.monotonic() >= deadline:
+            if over():
                 raise
+            if time.monotonic() >= deadline:
+                more = f"Nothing came in {_FIRST_TIMEOUT:g} s of waiting for {what}: start it first."
+                raise Disconnected(f"{error} {more}") from None
             if should_say():
                 log.warning("%s Still waiting for %s.", error, what)
 
