@@ -117,7 +117,7 @@ def await_server(
             if over():
                 raise
             if time.monotonic() >= deadline:
-                more = f"Waited for {what}, which did not come in {_FIRST_TIMEOUT:g} s: start it first."
+                more = f"It did not come in {_FIRST_TIMEOUT:g} s: start {what} first."
                 raise Disconnected(f"{error} {more}") from None
             if should_say():
                 log.warning("%s Still waiting for %s.", error, what)

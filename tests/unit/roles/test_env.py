@@ -394,7 +394,7 @@ def test_an_agent_that_is_not_there_is_waited_for_and_the_log_says_why(
     monkeypatch.setattr(runtime, "_FIRST_TIMEOUT", 0.7)
     with (
         Client(resolve("tcp://127.0.0.1:{auto}"), "env-0") as client,
-        pytest.raises(Disconnected, match=r"found no server at tcp.*: start it first"),
+        pytest.raises(Disconnected, match=r"found no server at tcp.*: start the agent first"),
     ):
         runtime.await_server(client.connect, "the agent")
     assert "no server listens there). Still waiting for the agent." in caplog.text
