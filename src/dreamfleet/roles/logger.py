@@ -128,7 +128,6 @@ class Logger:
     def __init__(self, output: Output, args: RunConfig) -> None:
         self._lock = threading.Lock()
         self._output = BackgroundOutput(output)
-        self._video = video_env(args)
         self._scores = {
             "train": ScoresFile(args.logdir / "scores.jsonl"),
             "eval": ScoresFile(args.logdir / "eval_scores.jsonl", "eval", lazy=True),
@@ -136,7 +135,7 @@ class Logger:
         self._steps: dict[int, int] = {}  # of each shard, when it was last asked
         self._interleaved: list[tuple[float, int]] = []  # evaluation episodes since the last line
         self._args = args
-        self._train, self._eval = (EpisodeStats(video=self._video) for _ in range(2))
+        self._train, self._eval = (EpisodeStats(video=video_env(args)) for _ in range(2))
         self._aggregate = Aggregate()
         self._recent: deque[float] = deque(self._scores["train"].last, RECENT_EPISODES)
         self._recent_eval: deque[float] = deque(maxlen=RECENT_EPISODES)
@@ -171,13 +170,12 @@ class Logger:
         with self._lock:
             if self._is_new(source, number):
                 self._advance(step)
-                if frames:  # those of the video's environment have images, the others follow
-                    rows = envids == self._video
-                    filmed = {key: value[rows] for key, value in transitions.items()}
-                    self._follow(is_eval, envids[rows], filmed | frames)
-                    envids = envids[~rows]
-                    transitions = {key: value[~rows] for key, value in transitions.items()}
-                self._follow(is_eval, envids, transitions)
+                stats, prefix = (self._eval, "eval") if is_eval else (self._train, "episode")
+                for episode in stats.add(envids, transitions, frames):
+                    self._aggregate.add(episode.metrics(), prefix=prefix)
+                    if video := episode.video:
+                        named = {f"{prefix}/video/{key}": value for key, value in video.items()}
+                        self._output.write(self._step, named)
             return self._target_reached()
 
     def _is_new(self, source: str, number: int) -> bool:
@@ -248,16 +246,6 @@ class Logger:
             append_evaluation(self._args.logdir, result, kind="interleaved")
         except OSError as error:
             log.warning("evaluations.jsonl cannot be written: %s", error)
-
-    def _follow(
-        self, is_eval: bool, envids: NDArray[np.int64], transitions: dict[str, NDArray[Any]]
-    ) -> None:
-        stats, prefix = (self._eval, "eval") if is_eval else (self._train, "episode")
-        for episode in stats.add(envids, transitions):
-            self._aggregate.add(episode.metrics(), prefix=prefix)
-            if episode.video:
-                videos = {f"{prefix}/video/{key}": video for key, video in episode.video.items()}
-                self._output.write(self._step, videos)
 
     def _target_reached(self) -> bool:
         """Whether recent episodes score enough: evaluation episodes if the run has any."""

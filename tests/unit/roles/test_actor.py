@@ -381,6 +381,7 @@ def frames(video: VideoFrames, ids: list[int], *, first: bool) -> list[int]:
     obs = {
         "image": np.repeat(np.array(ids, np.uint8) + 100, 48).reshape(-1, 4, 4, 3),
         "vector": np.zeros((len(ids), 3)),
+        "tokens": np.zeros((len(ids), 2, 2, 7), np.uint8),
         "is_first": np.full(len(ids), first),
     }
     sent = video.frames(np.array(ids), obs)

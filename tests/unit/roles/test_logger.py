@@ -276,6 +276,16 @@ def test_the_filmed_episode_is_written_as_a_video(tmp_path: Path) -> None:
     assert log.status()["finished"] == 2
 
 
+def test_an_episode_that_is_filmed_is_counted_once_also_in_evaluation(tmp_path: Path) -> None:
+    log, output = keeper(tmp_path)
+    play(log, 5, [1.0, 2.0], envid=0, is_eval=True, video=True)
+    log.close()
+    assert log.status()["finished"] == 0, "it is no training episode"
+    metrics = output.rows[-1][1]
+    assert (metrics["eval/score"], metrics["eval_episodes/finished"]) == (3.0, 1)
+    assert "episode/score" not in metrics
+
+
 def test_no_call_waits_for_a_slow_output_and_nothing_is_lost(tmp_path: Path) -> None:
     log, output = keeper(tmp_path)
     output.go.clear()
