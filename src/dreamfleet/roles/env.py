@@ -23,12 +23,12 @@ from dreamfleet.roles.runtime import (
     Factory,
     await_server,
     backoff,
-    close_when_stopped,
     end_process_after,
     stop_event,
     takes,
     unpack,
     user_code,
+    when_stopped,
 )
 from dreamfleet.spaces import RESET, without_reset
 from dreamfleet.transport import (
@@ -102,7 +102,7 @@ def parallel_env(
     # `env_workers` puts those of one actor together.
     server = find_server(args, "actor", ids[0] % args.actors)
     with Client(server, f"env-{ids[0]}", len(lanes), keys=args.run_keys) as client:
-        close_when_stopped(client)
+        when_stopped(partial(client.close, 0.0))  # which ends the wait for a reply
         try:
             await_server(client.connect, "the agent")
             _step_all(lanes, client, stop, watchdog, health)

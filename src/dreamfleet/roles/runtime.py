@@ -20,7 +20,7 @@ import cloudpickle
 
 from dreamfleet.clock import LocalClock
 from dreamfleet.errors import ConfigError, DreamfleetError
-from dreamfleet.transport import Client, Disconnected
+from dreamfleet.transport import Disconnected
 
 log = logging.getLogger(__name__)
 
@@ -373,6 +373,6 @@ def sigterm_interrupts() -> Iterator[None]:
         yield
 
 
-def close_when_stopped(client: Client) -> None:
-    """End the wait for a reply with `Closed` when the role is asked to stop."""
-    (_thread.signal or _process_stopped).on_stop(partial(client.close, 0.0))
+def when_stopped(callback: Callable[[], None]) -> None:
+    """Call this, too, when the role is asked to stop, or now if it was."""
+    (_thread.signal or _process_stopped).on_stop(callback)
