@@ -233,7 +233,7 @@ class ReplayService:
     ) -> None:
         self._buffers = {"train": train, "eval": evaluation}
         self._train, self._eval, self._args = train, evaluation, args
-        self._shard, self._stop = shard, stop
+        self._shard, self._stop, self._limiter = shard, stop, limiter
         self._usage = Usage()
         self._name = server_name("replay", shard)
         self._health = Health(health_path(args, self._name))
@@ -327,6 +327,10 @@ class ReplayService:
         return added
 
     # --- batches ---------------------------------------------------------------------------------
+
+    def can_sample(self) -> bool:
+        """Whether the limiter allows a batch now, and there is a sequence for it."""
+        return self._limiter.can_sample() and len(self._train) > 0
 
     def shares(self, mode: Mode) -> tuple[int, int, list[float]]:
         """What there is to draw from in this shard; see `dreamfleet.replay.Shares`."""

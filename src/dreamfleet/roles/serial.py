@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -25,7 +25,6 @@ from dreamfleet.agents.api import settle
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.envs.base import Arrays
-from dreamfleet.replay import SamplesPerInsert
 from dreamfleet.roles import logger as logging_role
 from dreamfleet.roles import replay as replay_role
 from dreamfleet.roles.actor import Actor
@@ -68,16 +67,14 @@ def serial_fleet(make: Factories, args: RunConfig) -> None:
         logging_role.bind(server, logger)
         stack.enter_context(server)
         publish_address(args, "logger", server.address)
-        limiter = limiter_for(args)
         # Closed whatever happens: the next attempt is made by the same process.
         train = stack.enter_context(unpack(make.make_replay_train)())
         evaluation = stack.enter_context(unpack(make.make_replay_eval)())
-        service = ReplayService(train, evaluation, unpack(make.make_stream), limiter, args, stop)
+        stream, limiter = unpack(make.make_stream), limiter_for(args)
+        service = ReplayService(train, evaluation, stream, limiter, args, stop)
         stack.callback(service.close)
         service.attach({})
-        runner = SerialRunner(
-            unpack(make.make_agent)(), args, progress, service, limiter, train, logger
-        )
+        runner = SerialRunner(unpack(make.make_agent)(), args, progress, service, logger)
         stack.callback(runner.close)
         try:
             if runner.begin(unpack(make.make_env_train), unpack(make.make_env_eval)):
@@ -155,13 +152,10 @@ class SerialRunner:
         args: RunConfig,
         progress: Progress,
         service: ReplayService,
-        limiter: SamplesPerInsert,
-        buffer: Sized,
         logger: Logger,
     ) -> None:
         self._agent, self._args, self._progress = agent, args, progress
-        self._service, self._limiter, self._buffer = service, limiter, buffer
-        self._logger = logger
+        self._service, self._logger = service, logger
         # In place of clients, which the roles have in a fleet.
         shard: Any = InProcessClient("replay")
         logs: Any = InProcessClient("logger")
@@ -230,10 +224,10 @@ class SerialRunner:
         self._learner.end_trace()
 
     def _may_learn(self) -> bool:
-        if not self._limiter.can_sample() or not len(self._buffer):
+        if not self._service.can_sample():
             return False
-        # Without a limit both take runner.
-        return self._limiter.ratio > 0 or self._acted or not self._lanes
+        # Without a limit both take turns.
+        return self._args.train_ratio > 0 or self._acted or not self._lanes
 
     def _learn(self) -> None:
         # Each batch has a stream of its own, which asks for none ahead.
@@ -313,7 +307,7 @@ class SerialRunner:
         """Make the updates that are left, and save."""
         self._learner.begin_end(self._progress.step)
         self._learner.finish_replay()
-        while self._learner.updates_left() and self._limiter.can_sample():
+        while self._learner.updates_left() and self._service.can_sample():
             self._learn()
         settle(self._agent)
         self._scores.poll()
