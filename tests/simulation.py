@@ -273,6 +273,9 @@ class Link:
         self.calls.append(Call(future, method, _copied(args), self.note))
         return future
 
+    def __getattr__(self, method: str) -> Callable[..., Future]:
+        return partial(self.call, method)
+
     def stats(self) -> dict[str, float]:
         return {"connected": 1.0, "inflight": float(len(self.calls))}
 

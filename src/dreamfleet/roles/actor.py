@@ -201,7 +201,7 @@ class Actor:
         if self._args.actors > 1:  # the replay counts
             self._progress.raise_to(self._replay.position().result()["steps"])
         if forgotten := [self._forgotten.popleft() for _ in range(len(self._forgotten))]:
-            self._logged.append(self._logger.call("gone", np.array(forgotten, np.int64)))
+            self._logged.append(self._logger.gone(np.array(forgotten, np.int64)))
         for is_eval in (False, True):
             parts = [
                 part for batch in batches for part in batch if part.is_eval == is_eval and len(part)
@@ -212,11 +212,13 @@ class Actor:
     def _send(self, batch: Transitions) -> None:
         envids, steps, is_eval = batch.envids, batch.steps, batch.is_eval
         self._sequence += 1
-        message = (steps, envids, is_eval, self.source, self._sequence)
-        self._stored.append(self._replay.call("add_batch", *message))
+        self._stored.append(
+            self._replay.add_batch(steps, envids, is_eval, self.source, self._sequence)
+        )
         frames = self._video.frames(envids, steps)
-        told = (self._progress.step, envids, is_eval, batch.logs, frames)
-        self._logged.append(self._logger.call("tran", *told))
+        self._logged.append(
+            self._logger.tran(self._progress.step, envids, is_eval, batch.logs, frames)
+        )
 
     def take_replies(self, *, wait: bool) -> None:
         """Take the replies that are there, or wait until the replay and the logger have confirmed
@@ -274,7 +276,7 @@ class Actor:
         }
         name = server_name("actor", self._index)
         named = {f"{name}/{key}": value for key, value in metrics.items()}
-        self._logger.call("add", self._progress.step, named)
+        self._logger.add(self._progress.step, named)
 
     def _forget_gone(self) -> None:
         """Forget environments that have sent nothing for `episode_timeout` and have no connection

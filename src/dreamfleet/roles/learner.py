@@ -442,16 +442,14 @@ class BatchQueue:
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
         self._thread = ThreadPoolExecutor(1, "learner-batches")
-        self._next: Future[Any] | None = None
+        self._next = self._request()
 
     def ready(self) -> bool:
         """Whether there is a batch; waits a moment for it. There is none after the last one."""
-        self._next = self._next or self._request()
         return bool(wait([self._next], _BATCH_SECONDS).done) and self._next.result() is not None
 
     def take(self) -> Any:
         """The batch that is ready."""
-        assert self._next is not None
         batch, self._next = self._next.result(), self._request()
         return batch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,9 @@ class Recorder:
     def call(self, *call: Any) -> Replied:
         self.calls.append(call)
         return Replied(self.answer)
+
+    def __getattr__(self, method: str) -> Any:
+        return partial(self.call, method)
 
     def stats(self) -> dict[str, float]:
         return {"connected": 1.0}
@@ -234,7 +238,7 @@ class Away:
     def memory(self, size: int) -> None:
         """There is none to share."""
 
-    def call(self, *call: Any) -> Any:
+    def add_batch(self, *call: Any) -> Any:
         return self
 
     def done(self) -> bool:

@@ -125,7 +125,7 @@ def sharded(logdir: Path, shards: int = 2, **changes: Any) -> RunConfig:
 def fill(client: Any) -> None:
     for seq, (envids, number) in enumerate(history()):
         message = (steps(envids, number), np.array(envids), False, "actor", seq)
-        assert client.call("add_batch", *message).result(LONG) == len(envids)
+        assert client.add_batch(*message).result(LONG) == len(envids)
 
 
 def stored_rows(*directories: Path) -> Counter[tuple[float, ...]]:
@@ -147,10 +147,10 @@ def test_two_shards_store_and_draw_what_one_replay_does(tmp_path: Path) -> None:
             fill(client)
             # A message that is sent again stores nothing.
             again = (steps([0], 59), np.array([0]), False, "actor", 59)
-            assert client.call("add_batch", *again).result(LONG) == 0
+            assert client.add_batch(*again).result(LONG) == 0
             is_eval = (steps([ENVS, ENVS + 1], 0), np.array([ENVS, ENVS + 1]), True, "actor", 60)
             assert client.sample("eval") == {}
-            assert client.call("add_batch", *is_eval).result(LONG) == 2
+            assert client.add_batch(*is_eval).result(LONG) == 2
             drawn: list[tuple[int, int]] = []
             for _ in range(12):
                 batch = client.sample("train")
@@ -160,7 +160,7 @@ def test_two_shards_store_and_draw_what_one_replay_does(tmp_path: Path) -> None:
                     np.float32
                 )
                 states = {"stepid": batch["stepid"], "state": states}
-                assert client.call("update", states).result(LONG) == 6 * LENGTH
+                assert client.update(states).result(LONG) == 6 * LENGTH
             fresh = {(e, s) for e, s in ALL_WINDOWS if s % LENGTH == 1}
             assert set(drawn[: len(fresh)]) == fresh
             report = client.sample("report")
@@ -170,7 +170,7 @@ def test_two_shards_store_and_draw_what_one_replay_does(tmp_path: Path) -> None:
             written = {(e, s + n) for e, s in drawn for n in range(LENGTH)}
             for row, value in zip(vector.reshape(-1, 2).tolist(), state.reshape(-1), strict=True):
                 assert value == (100 * row[0] + row[1] if tuple(map(int, row)) in written else 0)
-            assert client.call("position").result(LONG) == {"steps": 180, "samples": 72}
+            assert client.position().result(LONG) == {"steps": 180, "samples": 72}
         folders = ["replay", "replay-1"][:shards]
         rows[shards] = stored_rows(*(config.logdir / name for name in folders))
         assert sorted(path.name for path in config.logdir.glob("replay*")) == folders
@@ -216,10 +216,10 @@ def test_a_shard_that_ends_between_permission_and_batch_costs_neither_batch_nor_
         client.interrupt = interrupt
         batch = windows_of(client.sample("train"))
         assert len(batch) == 6
-        assert client.call("position").result(LONG) == {"steps": 180, "samples": 12}
+        assert client.position().result(LONG) == {"steps": 180, "samples": 12}
         more = (steps([0, 1], 90), np.array([0, 1]), False, "actor", 100)
-        assert client.call("add_batch", *more).result(LONG) == 2
-        assert client.call("position").result(LONG) == {"steps": 182, "samples": 12}
+        assert client.add_batch(*more).result(LONG) == 2
+        assert client.position().result(LONG) == {"steps": 182, "samples": 12}
     assert ("steps less than" in caplog.text or "was lost" in caplog.text) == lost
 
 
@@ -260,7 +260,7 @@ def test_nonsense_is_refused_and_changes_nothing(tmp_path: Path) -> None:
                 args,
                 refused.value,
             )
-        assert client.call("position").result(LONG) == {"steps": 180, "samples": 0}
+        assert client.position().result(LONG) == {"steps": 180, "samples": 0}
         assert len(windows_of(client.sample("train"))) == 6
 
 

@@ -62,10 +62,6 @@ class ReplayClient:
 
     # --- like a client ---------------------------------------------------------------------------
 
-    def call(self, method: str, /, *args: Any) -> Any:
-        """Call a method of the replay by its name."""
-        return getattr(self, method)(*args)
-
     def __getattr__(self, method: str) -> Callable[..., Reply]:
         """Calls that are about no steps go to the coordinator."""
         if method.startswith("_"):
