@@ -25,7 +25,7 @@ from dreamfleet.transport import Client, Closed
 from dreamfleet.transport.slab import Memory
 
 _EMPTY_SECONDS = 0.2
-ROW_BITS = 22
+ROW_BITS = 19
 """Of the 32 bits for the row of a step in its chunk: no `replay.chunk` is longer. The others are
 enough for `replay_shards`."""
 
