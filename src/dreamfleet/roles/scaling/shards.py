@@ -113,10 +113,9 @@ class ReplayClient:
     def update(self, data: Mapping[str, NDArray[Any]]) -> Reply:
         """Write states back to the shards that the steps came from."""
         parts = self._parts(data, lambda: shard_of(data[STEPID]))
-        return AllOf([
-            client.call("update", {**part, STEPID: unmarked(part[STEPID])})
-            for client, _, part in parts
-        ])  # fmt: skip
+        if len(self._clients) > 1:
+            parts = ((c, r, {**part, STEPID: unmarked(part[STEPID])}) for c, r, part in parts)
+        return AllOf([client.call("update", part) for client, _, part in parts])
 
     def _parts(
         self, data: Mapping[str, NDArray[Any]], shard_of_rows: Callable[[], NDArray[np.int64]]
