@@ -246,9 +246,7 @@ class Actor:
     def log_metrics(self, server: BatchServer, held: str | None = None) -> None:
         """Forget environments that are gone, and tell the logger how the actor is doing, and why it
         is `held` back, if it is."""
-        self._forget_gone()
-        with self._policy_lock:
-            idle = self._carries.table.idle()
+        idle = self._forget_gone()
         with suppress(Closed):  # the run ends without the logger
             self._logger.wait_any((), 0.0)  # what it has answered is not in flight any more
         logger, replay, stats = self._logger.stats(), self._replay.stats(), server.stats()
@@ -278,23 +276,25 @@ class Actor:
         named = {f"{name}/{key}": value for key, value in metrics.items()}
         self._logger.add(self._progress.step, named)
 
-    def _forget_gone(self) -> None:
+    def _forget_gone(self) -> dict[int, float]:
         """Forget environments that have sent nothing for `episode_timeout` and have no connection
-        any more. One that has may be slow, or be held up by the run itself."""
+        any more. One that has may be slow, or be held up by the run itself. Returns seconds since
+        the last observation of each one that is left."""
         timeout = self._args.episode_timeout
         with self._policy_lock:
             idle = self._carries.table.idle()
         silent = [envid for envid, age in idle.items() if age > timeout]
         if not silent or not (gone := self.gone(silent)):
-            return
+            return idle
         with self._policy_lock:
             self._carries.table.remove(gone)  # one that is back in this moment is reset
         self._forgotten += gone
         log.warning(
             "%s: no connection, and no step for %.0f s; dropped, with its running episodes "
             "(episode_timeout is %g s)",
-            *(_names(gone), min(idle[each] for each in gone), timeout),
+            *(_names(gone), min(idle.pop(each) for each in gone), timeout),
         )
+        return idle
 
 
 @dataclass(frozen=True, slots=True)
