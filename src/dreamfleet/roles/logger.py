@@ -220,16 +220,15 @@ class Logger:
                 steps = self._step  # there are others, which are not heard of here
             for name, file in self._scores.items():
                 recent = self._recent if name == "train" else self._recent_eval
-                episodes = found[name]
-                columns = (episodes[key].tolist() for key in ("tick", "score", "length"))
-                for tick, score, length in zip(*columns, strict=True):
-                    ago = found["tick"] - tick if name == "train" else 0  # training steps since
+                epoch, episodes = found[name]["epoch"], found[name]["episodes"]
+                for tick, score, length in episodes.tolist():
+                    ago = found["tick"] - int(tick) if name == "train" else 0  # steps since then
                     at = max(0, steps - ago)
-                    if file.add(at, score, length, str(shard), episodes["epoch"], tick):
+                    if file.add(at, score, int(length), str(shard), epoch, int(tick)):
                         recent.append(score)
                         written += 1
                         if name == "eval":
-                            self._interleaved.append((score, length))
+                            self._interleaved.append((score, int(length)))
             if len(self._interleaved) >= RECENT_EPISODES:
                 self._keep_evaluation(steps)
         # Without the lock, and before the next question, with which the replay may forget them.

@@ -368,15 +368,16 @@ class ReplayService:
         return self._train.update(data)
 
     def finished(self, read: Cursors) -> dict[str, Any]:
-        """The episodes of both buffers that the logger has not read yet."""
+        """The episodes of both buffers that the logger has not read yet: tick, score and length of
+        each."""
         found: dict[str, Any] = {"steps": self._positions.own, "tick": self._tick}
         cursors = {"train": read["train"], "eval": read["eval"]}
         for name, buffer in self._buffers.items():
             epoch, episodes = buffer.finished(*cursors[name])
-            columns = zip(*episodes, strict=True) if episodes else ((), (), ())
-            tick, score, length = (np.array(column, np.float64) for column in columns)
-            whole = {"tick": tick.astype(np.int64), "length": length.astype(np.int64)}
-            found[name] = {"epoch": epoch, "score": score, **whole}
+            found[name] = {
+                "epoch": epoch,
+                "episodes": np.array(episodes, np.float64).reshape(-1, 3),
+            }
         return found
 
     def wait_for_reader(self, timeout: float) -> None:

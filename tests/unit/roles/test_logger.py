@@ -52,7 +52,7 @@ def scored(
     def episodes(scores: tuple[float, ...]) -> dict[str, Any]:
         count = len(scores)
         ticks = np.arange(last - count + 1, last + 1)
-        return {"epoch": "e1", "tick": ticks, "score": np.array(scores), "length": ticks * 0 + 2}
+        return {"epoch": "e1", "episodes": np.array([ticks, scores, ticks * 0 + 2]).T}
 
     found = {"train": episodes(()), "eval": episodes(()), "steps": steps, "tick": steps}
     return log.scored(shard, {**found, name: episodes(scores)})
@@ -158,8 +158,8 @@ class Replay:
     def result(self) -> dict[str, Any]:
         since = self.asked[-1][1]
         ticks = np.arange(since + 1, self.episodes + 1)
-        none = {"epoch": "e", "tick": ticks[:0], "score": ticks[:0] * 1.0, "length": ticks[:0]}
-        train = {"epoch": "e", "tick": ticks, "score": ticks * 1.0, "length": ticks}
+        rows = np.array([ticks, ticks, ticks], np.float64).T
+        train, none = ({"epoch": "e", "episodes": each} for each in (rows, rows[:0]))
         return {"train": train, "eval": none, "steps": 9, "tick": 9}
 
 
