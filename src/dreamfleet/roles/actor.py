@@ -92,28 +92,7 @@ def serve_actor(agent: Player, args: RunConfig, progress: Progress, index: int =
         )
         presence = Presence(args, progress, server, owners, index)
         actor.gone = presence.gone
-        server.start(block=False)
-        should_log = LocalClock(args.log_every)
-        should_log()
-        try:
-            publish_address(args, "actor", server.address, index)
-            while not progress.finished.wait(min(args.log_every, POLL_SECONDS)):
-                held = presence.poll()
-                if should_log():
-                    actor.log_metrics(server, held)
-            if progress.error is None:
-                actor.log_metrics(server, presence.poll())
-        except Exception as error:
-            progress.fail(error)
-            raise
-        finally:
-            flush = min(_MOST_FLUSH_SECONDS, progress.seconds_left())
-            try:
-                server.close(flush=flush if progress.error is None else 0.0)
-                if progress.error is None:
-                    actor.take_replies(wait=True)
-            except TransportError as error:
-                actor.on_send_error(error)
+        _serve_until_finished(actor, server, presence, args, progress, index)
 
 
 class Actor:
@@ -295,6 +274,40 @@ class Actor:
             *(_names(gone), min(idle.pop(each) for each in gone), timeout),
         )
         return idle
+
+
+def _serve_until_finished(
+    actor: Actor,
+    server: BatchServer,
+    presence: Presence,
+    args: RunConfig,
+    progress: Progress,
+    index: int,
+) -> None:
+    """Serve, and log now and then. At the end of a run without an error, wait until everything
+    that was collected is confirmed."""
+    should_log = LocalClock(args.log_every)
+    should_log()
+    server.start(block=False)
+    try:
+        publish_address(args, "actor", server.address, index)
+        while not progress.finished.wait(min(args.log_every, POLL_SECONDS)):
+            held = presence.poll()
+            if should_log():
+                actor.log_metrics(server, held)
+        if progress.error is None:
+            actor.log_metrics(server, presence.poll())
+    except Exception as error:
+        progress.fail(error)
+        raise
+    finally:
+        flush = min(_MOST_FLUSH_SECONDS, progress.seconds_left())
+        try:
+            server.close(flush=flush if progress.error is None else 0.0)
+            if progress.error is None:
+                actor.take_replies(wait=True)
+        except TransportError as error:
+            actor.on_send_error(error)
 
 
 @dataclass(frozen=True, slots=True)
