@@ -265,7 +265,7 @@ def _services(kind: str, agent: str, calls: int) -> Iterator[Row]:
             replay.add_batch(steps, ids, False, "bench", next(number)).result()
 
         def follow() -> None:
-            logger.tran(next(number), ids, np.zeros(_ROWS, bool), logs, {}).result()
+            logger.tran(next(number), ids, False, logs, {}).result()
 
         for _ in range(config.window):  # before that there is no sequence to sample
             insert()

@@ -273,6 +273,9 @@ class Link:
         self.calls.append(Call(future, method, _copied(args), self.note))
         return future
 
+    def __getattr__(self, method: str) -> Callable[..., Future]:
+        return partial(self.call, method)
+
     def stats(self) -> dict[str, float]:
         return {"connected": 1.0, "inflight": float(len(self.calls))}
 
@@ -416,7 +419,7 @@ class World:
             self.fault_rate = 0.0
         self.steps = [Step(env, -1, EPISODE) for env in range(ENVS)]  # over: the next one is reset
         self.reset = [True] * ENVS
-        self.made: list[Transitions] = []
+        self.made: list[list[Transitions]] = []
         self.parts: dict[str, Any] = dict.fromkeys(ROLES)
         self._ended: set[str] = set()
         self.checker = Checker(self.config)
@@ -595,7 +598,7 @@ class World:
 
     def _act(self) -> None:
         actor = self.parts["agent"]
-        if sum(map(len, self.made)) > 12:
+        if sum(len(part) for batch in self.made for part in batch) > 12:
             return  # no more may wait to be passed on
         envs = self.rng.sample(range(ENVS), self.rng.randint(1, ENVS))
         for env in envs:
@@ -626,7 +629,10 @@ class World:
         if self.made and len(self.storing.calls) < 2:
             count = self.rng.randint(1, len(self.made))
             self.storing.note = [
-                tag for each in self.made[:count] for tag in each.steps["tag"].tolist()
+                tag
+                for batch in self.made[:count]
+                for each in batch
+                for tag in each.steps["tag"].tolist()
             ]
             self.parts["agent"].send(self.made[:count])
             self.checker.sent(self.storing.note)

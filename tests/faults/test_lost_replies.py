@@ -40,7 +40,7 @@ def test_an_episode_an_evaluation_and_metrics_are_taken_once(tmp_path: Path) -> 
         run = small_run(tmp_path, eval_envs=1, logger_addr=proxy.address)
         with LoggerClient(run, "actor-logger", 8) as client:
             for number in range(5):
-                steps = (number, np.array([4]), np.array([True]), row(number, last=4), {})
+                steps = (number, np.array([4]), True, row(number, last=4), {})
                 if number != 3:
                     client.call("tran", *steps).result(LONG)
                     continue

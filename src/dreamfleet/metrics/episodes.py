@@ -10,12 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.spaces import LOG_PREFIX, is_frame
+from dreamfleet.spaces import LOG_PREFIX
 
 # A reward that differs less than this from the one before counts as the same.
 _SAME_REWARD = 0.01
@@ -82,12 +83,19 @@ class EpisodeStats:
         """Number of episodes under way."""
         return int(self._running.sum())
 
-    def add(self, envid: NDArray[Any], transitions: Mapping[str, NDArray[Any]]) -> list[Episode]:
+    def add(
+        self,
+        envid: NDArray[Any],
+        transitions: Mapping[str, NDArray[Any]],
+        frames: Mapping[str, NDArray[np.uint8]] = MappingProxyType({}),
+    ) -> list[Episode]:
         """Take a batch (leading axis as long as `envid`) and return the episodes it finished.
 
-        An environment may occur several times in a batch; its rows are taken in order.
+        An environment may occur several times in a batch; its rows are taken in order. `frames`
+        has a row for each one of the environment that is recorded; without them its episode is
+        recorded no more.
         """
-        return self._follow(envid.tolist(), transitions) if len(envid) else []
+        return self._follow(envid.tolist(), transitions, frames) if len(envid) else []
 
     def forget(self, envids: Iterable[int]) -> None:
         """Drop the episodes of environments that are gone, and free their memory."""
@@ -101,7 +109,12 @@ class EpisodeStats:
         """Counts since the start."""
         return {**{name: getattr(self, name) for name in _COUNTS}, "running": self.running}
 
-    def _follow(self, ids: list[int], batch: Mapping[str, NDArray[Any]]) -> list[Episode]:
+    def _follow(
+        self,
+        ids: list[int],
+        batch: Mapping[str, NDArray[Any]],
+        frames: Mapping[str, NDArray[np.uint8]],
+    ) -> list[Episode]:
         logs = self._log_values(batch)
         slots = self._envs.slots(ids)
         # The rows of an environment next to each other, in their order.
@@ -144,7 +157,7 @@ class EpisodeStats:
         # Where an environment has several parts the last one stays, because numpy assigns in order.
         self._running[place], self._reward[place] = left, reward[ends]
         self._totals[:, place] = totals
-        videos = self._record(ids, batch) if self._video in ids else {}
+        videos = self._record(ids, batch, frames) if self._video in ids else {}
         episodes: dict[int, Episode] = {}  # by the row they end with
         for part in np.flatnonzero(ended).tolist():
             row = int(order[ends[part]])
@@ -168,25 +181,25 @@ class EpisodeStats:
         return logs
 
     def _record(
-        self, ids: list[int], batch: Mapping[str, NDArray[Any]]
+        self,
+        ids: list[int],
+        batch: Mapping[str, NDArray[Any]],
+        frames: Mapping[str, NDArray[np.uint8]],
     ) -> dict[int, dict[str, NDArray[np.uint8]]]:
         """Take the frames of the environment that is recorded; the videos that are complete, by the
         row they end with."""
-        images = [key for key, value in batch.items() if is_frame(value.dtype, value.shape[1:])]
-        if not images:  # the episode is recorded no more
+        if not frames:
             self._frames = {}
             return {}
         videos = {}
-        for row, envid in enumerate(ids):
-            if envid != self._video:
-                continue
+        for number, row in enumerate(row for row, envid in enumerate(ids) if envid == self._video):
             if batch["is_first"][row]:
-                self._frames = {key: [] for key in images}
-            for key, frames in self._frames.items():
-                if len(frames) < self._most_frames:
-                    frames.append(batch[key][row].copy())
+                self._frames = {key: [] for key in frames}
+            for key, taken in self._frames.items():
+                if len(taken) < self._most_frames:
+                    taken.append(frames[key][number].copy())
             if batch["is_last"][row]:
-                videos[row] = {key: np.stack(frames) for key, frames in self._frames.items()}
+                videos[row] = {key: np.stack(taken) for key, taken in self._frames.items()}
                 self._frames = {}
         return videos
 

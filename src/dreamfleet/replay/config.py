@@ -65,7 +65,7 @@ class ReplayConfig:
     capacity: PerHost[Count] = 1_000_000
     """Sequences to keep, one for each step; the oldest are removed first. Evaluation data keeps a
     tenth."""
-    chunk: Incidental[PerHost[Count]] = 1024
+    chunk: Incidental[PerHost[Annotated[int, Meta(ge=1, le=1 << 19)]]] = 1024
     """Steps in a file of the replay. A directory that has files already keeps their size."""
     max_bytes: PerHost[Count | None] = None
     """Limit of the files' size in bytes; None for no limit."""

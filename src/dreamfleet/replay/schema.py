@@ -21,6 +21,7 @@ from dreamfleet.spaces import LOG_PREFIX
 
 STEPID = "stepid"
 STEPID_BYTES = 20
+CHUNK_ID_BYTES = 16
 PRIORITY = "priority"
 StreamId = int | str
 IMPORTED = "imported:"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.agents.api import Agent, Arrays, Mode, Player
+from dreamfleet.agents.api import Agent, Arrays, Mode, Player, take_rows
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.roles.addresses import listen_address, publish_address, server_name
@@ -61,12 +61,7 @@ def parallel_actor(
         serve_actor(agent, args, progress)
 
 
-def serve_actor(
-    agent: Player,
-    args: RunConfig,
-    progress: Progress,
-    index: int = 0,
-) -> None:
+def serve_actor(agent: Player, args: RunConfig, progress: Progress, index: int = 0) -> None:
     """Serve actions until the run is finished, then send what was collected. Actor `index` serves
     the environments that have this number modulo `actors`."""
     name = server_name("actor", index)
@@ -79,47 +74,25 @@ def serve_actor(
         address, hooks = listen_address(args, "actor", index), hooks_of(invited(args))
         server = BatchServer(address, name, args.server_keys, **hooks)
         owners = Owners(server.connected)
-        actor.gone = lambda ids: server.between_calls(lambda: owners.gone(ids))
+        spaces, most = observed(agent, args), args.envs_per_process
         server.bind(
             "act",
-            actor.act,
-            actor.send,
-            roles=("env",),
-            check=ObservationCheck(
-                observed(agent, args), args.envs_per_process, owners, check_acting(args)
-            ),
+            workfn=actor.act,  # carries, policy, reply
+            postfn=actor.send,  # after the reply, in order: replay.add_batch, logger.tran
             batch=args.policy_batch_of(index),
             wait=args.actor_wait,
             workers=args.actor_threads,
+            roles=("env",),
+            check=ObservationCheck(spaces, most, owners, check_acting(args)),
             gather=_GATHER_SECONDS,
             # No more than the replay's limiter tolerates at once, so that it can hold acting and
             # learning in step.
             post_rows=args.limiter_tolerance,
             on_post_error=actor.on_send_error,
         )
-        gate = StartGate(args, progress, server, owners, index)
-        server.start(block=False)
-        should_log = LocalClock(args.log_every)
-        should_log()
-        try:
-            publish_address(args, "actor", server.address, index)
-            while not progress.finished.wait(min(args.log_every, POLL_SECONDS)):
-                gate.poll()
-                if args.bind:  # environments come and go: a full batch has no more than are there
-                    present = server.between_calls(owners.present)
-                    server.resize("act", min(present, args.policy_batch_of(index)))
-                if should_log():
-                    actor.log_metrics(server, gate.holds())
-            if progress.error is None:
-                actor.log_metrics(server, gate.holds())
-        finally:
-            flush = min(_MOST_FLUSH_SECONDS, progress.seconds_left())
-            try:
-                server.close(flush=flush if progress.error is None else 0.0)
-                if progress.error is None:
-                    actor.take_replies(wait=True)
-            except TransportError as error:
-                actor.on_send_error(error)
+        presence = Presence(args, progress, server, owners, index)
+        actor.gone = presence.gone
+        _serve_until_finished(actor, server, presence, args, progress, index)
 
 
 class Actor:
@@ -155,84 +128,76 @@ class Actor:
 
     # --- acting: before the reply ----------------------------------------------------------------
 
-    def act(self, obs: dict[str, Any]) -> tuple[Arrays, Transitions]:
+    def act(self, obs: Arrays) -> tuple[Arrays, list[Transitions]]:
         """Actions for a batch of observations, and the transitions for `send`."""
         try:
-            return self._act(obs)
+            is_eval = obs["is_eval"]
+            evaluated = np.count_nonzero(is_eval)
+            if evaluated in (0, len(is_eval)):
+                actions, transitions = self._act(obs, "eval" if evaluated else "train")
+                return actions, [transitions]
+            return self._act_in_both_modes(obs, is_eval)
         except Exception as error:
             self._progress.fail(error)
             raise ActorFailed(f"The policy failed: {error!r}.") from error
 
-    def _act(self, obs: dict[str, Any]) -> tuple[Arrays, Transitions]:
+    def _act(self, obs: Arrays, mode: Mode) -> tuple[Arrays, Transitions]:
         inputs = without_logs(obs)
-        envids, is_eval = ids_of(inputs.pop("envid")), inputs.pop("is_eval")
-        evaluated, count = int(np.count_nonzero(is_eval)), len(envids)
+        envids = ids_of(inputs.pop("envid"))
+        del inputs["is_eval"]
         with self._policy_lock:
             # An episode that began before this actor started has no carry: it is reset and not
             # stored.
-            unknown = ~obs["is_first"] & ~self._carries.known(envids)
-            if evaluated in (0, count):
-                actions, outs = self._policy(envids, inputs, "eval" if evaluated else "train")
-            else:
-                actions, outs = self._mixed_policy(envids, inputs, is_eval)
+            carry, slots, missed = self._carries.take(envids, obs["is_first"])
+            carry, actions, outs = padded_policy(self._agent, self._sizes, carry, inputs, mode)
+            self._carries.put(slots, carry)
         logs = {k: v for k, v in obs.items() if k in FLAGS or k.startswith(LOG_PREFIX)}
-        transitions = Transitions(envids, is_eval, {**inputs, **actions, **outs}, logs)
-        if unknown.any():
-            transitions = transitions.where(~unknown)
-        if self._args.actors == 1:
-            self._progress.advance(int(np.count_nonzero(~transitions.is_eval)))
-        return {**actions, RESET: obs["is_last"] | unknown}, transitions
+        transitions = Transitions(envids, mode == "eval", {**inputs, **actions, **outs}, logs)
+        if missed.any():
+            transitions = transitions.where(~missed)
+        if self._args.actors == 1 and mode == "train":
+            self._progress.advance(len(transitions))
+        return {**actions, RESET: obs["is_last"] | missed}, transitions
 
-    def _policy(self, envids: NDArray[Any], obs: Arrays, mode: Mode) -> tuple[Arrays, Arrays]:
-        carry, slots = self._carries.take(envids, obs["is_first"])
-        carry, actions, outs = padded_policy(self._agent, self._sizes, carry, obs, mode)
-        self._carries.put(slots, carry)
-        return actions, outs
-
-    def _mixed_policy(
-        self, envids: NDArray[Any], obs: Arrays, is_eval: NDArray[np.bool_]
-    ) -> tuple[Arrays, Arrays]:
-        """Training and evaluation rows, a policy call for each, in their order."""
-        parts = []
+    def _act_in_both_modes(
+        self, obs: Arrays, is_eval: NDArray[np.bool_]
+    ) -> tuple[Arrays, list[Transitions]]:
+        """Training and evaluation rows, a policy call for each; actions are in their order."""
         rows = [np.flatnonzero(~is_eval), np.flatnonzero(is_eval)]
-        modes: tuple[Mode, Mode] = ("train", "eval")
-        for chosen, mode in zip(rows, modes, strict=True):
-            part = {key: value[chosen] for key, value in obs.items()}
-            parts.append(self._policy(envids[chosen], part, mode))
+        train, evaluation = (take_rows(obs, chosen) for chosen in rows)
+        actions, trained = self._act(train, "train")
+        more, evaluated = self._act(evaluation, "eval")
         order = np.argsort(np.concatenate(rows))
-        (actions, outs), (eval_actions, eval_outs) = parts
-        return (
-            {k: np.concatenate([v, eval_actions[k]])[order] for k, v in actions.items()},
-            {k: np.concatenate([v, eval_outs[k]])[order] for k, v in outs.items()},
-        )
+        joined = {key: np.concatenate([actions[key], more[key]])[order] for key in actions}
+        return joined, [trained, evaluated]
 
     # --- sending: after the reply ----------------------------------------------------------------
 
-    def send(self, batches: list[Transitions]) -> None:
+    def send(self, batches: list[list[Transitions]]) -> None:
         """Send transitions to the replay and the logger, in order; batches that followed each other
         quickly share a message, because a message costs more than the rows in it."""
         self.take_replies(wait=False)
         if self._args.actors > 1:  # the replay counts
             self._progress.raise_to(self._replay.position().result()["steps"])
         if forgotten := [self._forgotten.popleft() for _ in range(len(self._forgotten))]:
-            self._logged.append(self._logger.call("gone", np.array(forgotten, np.int64)))
-        if not (parts := [batch for batch in batches if len(batch)]):
-            return
-        joined = Transitions.join(parts, self._replay.memory)
-        frames = self._video.frames(joined.envids, joined.steps)
-        is_eval = joined.is_eval
-        if is_eval.all() or not is_eval.any():
-            self._store(joined, bool(is_eval.any()))
-        else:
-            self._store(joined.where(~is_eval), False)
-            self._store(joined.where(is_eval), True)
-        message = (self._progress.step, joined.envids, is_eval, joined.logs, frames)
-        self._logged.append(self._logger.call("tran", *message))
+            self._logged.append(self._logger.gone(np.array(forgotten, np.int64)))
+        for is_eval in (False, True):
+            parts = [
+                part for batch in batches for part in batch if part.is_eval == is_eval and len(part)
+            ]
+            if parts:
+                self._send(Transitions.join(parts, self._replay.memory))
 
-    def _store(self, part: Transitions, is_eval: bool) -> None:
+    def _send(self, batch: Transitions) -> None:
+        envids, steps, is_eval = batch.envids, batch.steps, batch.is_eval
         self._sequence += 1
-        message = (part.steps, part.envids, is_eval, self.source, self._sequence)
-        self._stored.append(self._replay.call("add_batch", *message))
+        self._stored.append(
+            self._replay.add_batch(steps, envids, is_eval, self.source, self._sequence)
+        )
+        frames = self._video.frames(envids, steps)
+        self._logged.append(
+            self._logger.tran(self._progress.step, envids, is_eval, batch.logs, frames)
+        )
 
     def take_replies(self, *, wait: bool) -> None:
         """Take the replies that are there, or wait until the replay and the logger have confirmed
@@ -260,33 +225,7 @@ class Actor:
     def log_metrics(self, server: BatchServer, held: str | None = None) -> None:
         """Forget environments that are gone, and tell the logger how the actor is doing, and why it
         is `held` back, if it is."""
-        try:
-            self._log_metrics(server, held)
-        except Exception as error:
-            self._progress.fail(error)
-
-    def _forget_gone(self) -> None:
-        """Forget environments that have sent nothing for `episode_timeout` and have no connection
-        any more. One that has may be slow, or be held up by the run itself."""
-        timeout = self._args.episode_timeout
-        with self._policy_lock:
-            idle = self._carries.table.idle()
-        silent = [envid for envid, age in idle.items() if age > timeout]
-        if not silent or not (gone := self.gone(silent)):
-            return
-        with self._policy_lock:
-            self._carries.table.remove(gone)  # one that is back in this moment is reset
-        self._forgotten += gone
-        log.warning(
-            "%s: no connection, and no step for %.0f s; dropped, with its running episodes "
-            "(episode_timeout is %g s)",
-            *(_names(gone), min(idle[each] for each in gone), timeout),
-        )
-
-    def _log_metrics(self, server: BatchServer, held: str | None) -> None:
-        self._forget_gone()
-        with self._policy_lock:
-            idle = self._carries.table.idle()
+        idle = self._forget_gone()
         with suppress(Closed):  # the run ends without the logger
             self._logger.wait_any((), 0.0)  # what it has answered is not in flight any more
         logger, replay, stats = self._logger.stats(), self._replay.stats(), server.stats()
@@ -314,7 +253,61 @@ class Actor:
         }
         name = server_name("actor", self._index)
         named = {f"{name}/{key}": value for key, value in metrics.items()}
-        self._logger.call("add", self._progress.step, named)
+        self._logger.add(self._progress.step, named)
+
+    def _forget_gone(self) -> dict[int, float]:
+        """Forget environments that have sent nothing for `episode_timeout` and have no connection
+        any more. One that has may be slow, or be held up by the run itself. Returns seconds since
+        the last observation of each one that is left."""
+        timeout = self._args.episode_timeout
+        with self._policy_lock:
+            idle = self._carries.table.idle()
+        silent = [envid for envid, age in idle.items() if age > timeout]
+        if not silent or not (gone := self.gone(silent)):
+            return idle
+        with self._policy_lock:
+            self._carries.table.remove(gone)  # one that is back in this moment is reset
+        self._forgotten += gone
+        log.warning(
+            "%s: no connection, and no step for %.0f s; dropped, with its running episodes "
+            "(episode_timeout is %g s)",
+            *(_names(gone), min(idle.pop(each) for each in gone), timeout),
+        )
+        return idle
+
+
+def _serve_until_finished(
+    actor: Actor,
+    server: BatchServer,
+    presence: Presence,
+    args: RunConfig,
+    progress: Progress,
+    index: int,
+) -> None:
+    """Serve, and log now and then. At the end of a run without an error, wait until everything
+    that was collected is confirmed."""
+    should_log = LocalClock(args.log_every)
+    should_log()
+    server.start(block=False)
+    try:
+        publish_address(args, "actor", server.address, index)
+        while not progress.finished.wait(min(args.log_every, POLL_SECONDS)):
+            held = presence.poll()
+            if should_log():
+                actor.log_metrics(server, held)
+        if progress.error is None:
+            actor.log_metrics(server, presence.poll())
+    except Exception as error:
+        progress.fail(error)
+        raise
+    finally:
+        flush = min(_MOST_FLUSH_SECONDS, progress.seconds_left())
+        try:
+            server.close(flush=flush if progress.error is None else 0.0)
+            if progress.error is None:
+                actor.take_replies(wait=True)
+        except TransportError as error:
+            actor.on_send_error(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +315,7 @@ class Transitions:
     """What follows a batch of actions: a row for each environment."""
 
     envids: NDArray[np.int64]
-    is_eval: NDArray[np.bool_]
+    is_eval: bool
     steps: Arrays
     """What the replay stores."""
     logs: Arrays
@@ -333,16 +326,13 @@ class Transitions:
 
     def where(self, rows: NDArray[np.bool_]) -> Transitions:
         """Some of the rows."""
-        return Transitions(
-            self.envids[rows],
-            self.is_eval[rows],
-            {key: value[rows] for key, value in self.steps.items()},
-            {key: value[rows] for key, value in self.logs.items()},
-        )
+        steps, logs = take_rows(self.steps, rows), take_rows(self.logs, rows)
+        return Transitions(self.envids[rows], self.is_eval, steps, logs)
 
     @staticmethod
     def join(parts: Sequence[Transitions], allocate: Allocate) -> Transitions:
-        """The rows of all parts, in order; steps where they are sent from, if there is memory."""
+        """The rows of all parts, in order, of one mode; steps where they are sent from, if there is
+        memory."""
         if len(parts) == 1:
             return parts[0]
         first, rows = parts[0], sum(map(len, parts))
@@ -354,15 +344,15 @@ class Transitions:
             np.concatenate([part.steps[key] for part in parts], out=array)
         return Transitions(
             np.concatenate([part.envids for part in parts]),
-            np.concatenate([part.is_eval for part in parts]),
+            first.is_eval,
             steps,
             join_observed([part.logs for part in parts]),
         )
 
 
-class StartGate:
-    """Holds the actions of an actor back until the environments that the run expects are there,
-    and the updates before the first step (`pretrain`) are made.
+class Presence:
+    """Which environments of an actor are there. Their actions are held back until those that the
+    run expects are there, and the updates before the first step (`pretrain`) are made.
 
     The first actor decides, which hears from the learner's server how many the others have. One
     that is started again, in a run that has begun, does not wait."""
@@ -370,39 +360,45 @@ class StartGate:
     def __init__(
         self, args: RunConfig, progress: Progress, server: BatchServer, owners: Owners, index: int
     ) -> None:
-        self._args, self._progress = args, progress
+        self._args, self._progress, self._index = args, progress, index
         self._server, self._owners = server, owners
         self._note = None if index else health_path(args, STARTED)
         if self._note and self._note.exists():
             progress.begun = True
-        self.closed = bool(args.expect_envs or args.pretrain) and not progress.begun
-        if self.closed:
+        self.held = bool(args.expect_envs or args.pretrain) and not progress.begun
+        """Whether actions are held back."""
+        if self.held:
             server.hold("act")
         else:
             self._note_beginning()
 
-    def poll(self) -> None:
-        """Let the actor act, if it may now."""
-        if not self.closed:
-            return
-        self._server.forget_gone("act")
-        present = self._server.between_calls(self._owners.present)
-        if not self._progress.may_begin(present, self._args.expect_envs):
-            return
-        self.closed = False
-        self._note_beginning()
-        self._server.hold("act", held=False)
+    def gone(self, envids: list[int]) -> list[int]:
+        """Those of these environments that have no connection any more."""
+        return self._server.between_calls(lambda: self._owners.gone(envids))
 
-    def holds(self) -> str | None:
-        """Why actions are held back, as far as this actor knows it; None if they are not."""
-        if not self.closed:
+    def poll(self) -> str | None:
+        """Let the actor act, if it may now. Returns why actions are held back, as far as this actor
+        knows it; None if they are not."""
+        args, progress = self._args, self._progress
+        if self.held:
+            self._server.forget_gone("act")
+            if progress.may_begin(self._present(), args.expect_envs):
+                self.held = False
+                self._note_beginning()
+                self._server.hold("act", held=False)
+        if args.bind:  # environments come and go: a full batch has no more than are there
+            self._server.resize("act", min(self._present(), args.policy_batch_of(self._index)))
+        if not self.held:
             return None
-        if not self._note or self._progress.pretraining:  # the first actor knows of the others
+        if not self._note or progress.pretraining:  # the first actor knows of the others
             return ""
         return (
-            f"the run begins when {self._args.expect_envs} environments are there (expect_envs): "
-            f"{self._progress.present} are"
+            f"the run begins when {args.expect_envs} environments are there (expect_envs): "
+            f"{progress.present} are"
         )
+
+    def _present(self) -> int:
+        return self._server.between_calls(self._owners.present)
 
     def _note_beginning(self) -> None:
         if self._note:

@@ -81,7 +81,6 @@ class _Owner:
 
     key: bytes
     caller: Caller
-    ids: set[int] = field(default_factory=set)
     requests: set[bytes] = field(default_factory=set)  # to recognise the next one
 
 
@@ -152,10 +151,13 @@ class Owners:
                 raise Occupied(
                     f"Environment {envid} belonged to {other.caller} before: begin a new episode."
                 )
-        for envid, incarnation in zip(ids, incarnations, strict=True):
-            self._take(envid, self._owner_of.get(envid, owner), owner)
-            self._owner_of[envid], self._newest[envid] = owner, incarnation
-        owner.ids.update(ids)
+        before = {self._owner_of.get(envid, owner) for envid in ids} - {owner}
+        self._owner_of.update(dict.fromkeys(ids, owner))
+        self._newest.update(zip(ids, incarnations, strict=True))
+        for other in before:
+            other.requests.clear()
+            if other not in self._owner_of.values():
+                del self._owners[other.key]
         if len(owner.requests) >= _MAX_PLANS:
             owner.requests.clear()
         owner.requests.add(envids.tobytes() + marks)
@@ -164,24 +166,16 @@ class Owners:
 
     def present(self) -> int:
         """How many environments have a connection that is there."""
-        owners = self._owners.values()
-        return sum(len(each.ids) for each in owners if self._connected(each.caller.connection))
+        owners = self._owner_of.values()
+        return sum(self._connected(owner.caller.connection) for owner in owners)
 
     def gone(self, envids: Iterable[int]) -> list[int]:
         """Those of these environments that have no connection any more."""
-        owners = {envid: self._owner_of.get(envid) for envid in envids}
-        return [
-            envid
-            for envid, owner in owners.items()
-            if owner is None or not self._connected(owner.caller.connection)
-        ]
 
-    def _take(self, envid: int, other: _Owner, owner: _Owner) -> None:
-        if other is not owner:
-            other.ids.discard(envid)
-            other.requests.clear()
-            if not other.ids:
-                del self._owners[other.key]
+        def there(owner: _Owner | None) -> bool:
+            return owner is not None and self._connected(owner.caller.connection)
+
+        return [envid for envid in envids if not there(self._owner_of.get(envid))]
 
 
 # --- observations --------------------------------------------------------------------------------

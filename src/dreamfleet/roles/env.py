@@ -21,13 +21,14 @@ from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.runtime import (
     ActorFailed,
     Factory,
+    await_server,
     backoff,
-    close_when_stopped,
     end_process_after,
     stop_event,
     takes,
     unpack,
     user_code,
+    when_stopped,
 )
 from dreamfleet.spaces import RESET, without_reset
 from dreamfleet.transport import (
@@ -44,7 +45,6 @@ from dreamfleet.transport.slab import Allocate
 
 log = logging.getLogger(__name__)
 
-_FIRST_TIMEOUT, _SAY_SECONDS = 3600.0, 30.0
 _PAUSE = 1.0
 _REFUSED_SECONDS = 60.0  # a machine that vanished holds its environments for 20 s at most
 _TRACEBACKS = 3
@@ -92,8 +92,9 @@ def parallel_env(
     with user_code:
         make = unpack(make_env)
     watchdog = Watchdog(args.env_timeout)
+    restarted = partial(RestartedEnv, args=args, health=health, watchdog=watchdog, in_run=in_run)
     count = args.env_lanes if in_run else 1  # an evaluation steps all environments together
-    lanes = make_lanes(make, ids, args, health, watchdog, is_eval, count, in_run, incarnation)
+    lanes = make_lanes(make, ids, restarted, is_eval, count, incarnation)
     envs = [env for lane in lanes for env in lane.envs]
     for env in envs:
         env.build()
@@ -101,9 +102,9 @@ def parallel_env(
     # `env_workers` puts those of one actor together.
     server = find_server(args, "actor", ids[0] % args.actors)
     with Client(server, f"env-{ids[0]}", len(lanes), keys=args.run_keys) as client:
-        close_when_stopped(client)
+        when_stopped(partial(client.close, 0.0))  # which ends the wait for a reply
         try:
-            _connect(client)
+            await_server(client.connect, "the agent")
             _step_all(lanes, client, stop, watchdog, health)
         except Closed:
             if not stop.is_set():
@@ -112,18 +113,6 @@ def parallel_env(
             watchdog.pause()
             for env in envs:
                 env.close()
-
-
-def _connect(client: Client) -> None:
-    """Wait for the agent, which may be started later, and say now and then why it is not there."""
-    deadline = time.monotonic() + _FIRST_TIMEOUT
-    while True:
-        try:
-            return client.connect(_SAY_SECONDS)
-        except Disconnected as error:
-            if time.monotonic() >= deadline:
-                raise
-            log.warning("%s Still waiting for the agent.", error)
 
 
 def _step_all(
@@ -158,20 +147,15 @@ def _step_all(
 def make_lanes(
     make: Callable[..., Any],
     ids: Sequence[int],
-    args: RunConfig,
-    health: Health,
-    watchdog: Watchdog,
+    restarted: Callable[..., RestartedEnv],
     is_eval: bool,
     count: int = 1,
-    in_run: bool = True,
     incarnation: int = 0,
 ) -> list[Lane]:
-    """Environments in so many groups of nearly the same size; in fewer, if there are fewer. If the
-    task is vectorised, each group is one environment."""
-    sent = fenced(ids, incarnation)
+    """Environments, each `restarted`, in so many groups of nearly the same size; in fewer, if there
+    are fewer. If the task is vectorised, each group is one environment."""
     with user_code:
         vectorised = getattr(make, "vectorised", lambda: False)()
-    restarted = partial(RestartedEnv, args=args, health=health, watchdog=watchdog, in_run=in_run)
 
     def lane(first: int, end: int) -> Lane:
         mine = ids[first:end]
@@ -179,7 +163,7 @@ def make_lanes(
             envs = [restarted(partial(make, lanes=len(mine)), ids[first])]
         else:
             envs = [restarted(make, each) for each in mine]
-        return Lane(envs, sent[first:end], is_eval, vectorised)
+        return Lane(envs, mine, is_eval, vectorised, incarnation)
 
     count = min(count, len(ids))
     bounds = [len(ids) * part // count for part in range(count + 1)]
@@ -191,9 +175,10 @@ class Lane:
 
     Args:
         envs: The environments, or a single one that is vectorised.
-        ids: What they send as their ids.
+        ids: Their ids.
         is_eval: Whether the data is for evaluation.
         vectorised: Whether observations and actions of the only environment have an axis of ids.
+        incarnation: What they send with their ids.
     """
 
     def __init__(
@@ -202,9 +187,10 @@ class Lane:
         ids: Sequence[int],
         is_eval: bool,
         vectorised: bool = False,
+        incarnation: int = 0,
     ) -> None:
         self.envs, self.ids, self._vectorised = envs, ids, vectorised
-        self._block = ObservationBlock(ids, is_eval)
+        self._block = ObservationBlock(fenced(ids, incarnation), is_eval)
         self.actions: list[Any] = [None] * len(envs)
         """What each environment does next; None resets."""
         self._sent: list[int] = []  # the rows whose observations are on their way
@@ -248,14 +234,13 @@ class Lane:
         if not self._vectorised:
             for row, place in enumerate(self._sent):
                 self.actions[place] = {key: value[row] for key, value in actions.items()}
-        elif len(self._sent) == len(self.ids):
-            self.actions = [actions]
-        else:
-            size = len(self.ids)
-            spread = {k: np.zeros((size, *v.shape[1:]), v.dtype) for k, v in actions.items()}
-            for key, value in spread.items():
-                value[self._sent] = actions[key]
-            self.actions = [spread]
+            return
+        if len(self._sent) < len(self.ids):
+            size, given = len(self.ids), actions
+            actions = {k: np.zeros((size, *v.shape[1:]), v.dtype) for k, v in given.items()}
+            for key, value in actions.items():
+                value[self._sent] = given[key]
+        self.actions = [actions]
 
     def take(self) -> bool:
         """Take the answer; returns whether the next step may be made at once."""
@@ -319,6 +304,8 @@ class RestartedEnv:
         self._env: Any = None
         self._reset_action: Any = None
         self._vectorised = False
+        self._all: Callable[[Any], Any] = bool
+        self._any: Callable[[Any], Any] = bool  # of a flag: numpy takes long for a single one
         self._episode_steps = self._steps = 0
         self._in_a_row = 0
         self.due = 0.0
@@ -341,7 +328,9 @@ class RestartedEnv:
                 env = self._make(self._envid, **again)
             self._reset_action = getattr(env, "reset_action", None)  # of lanes
             self._vectorised = self._reset_action is not None
-            if self._reset_action is None:
+            if self._vectorised:
+                self._all, self._any = np.all, np.any  # of the lanes
+            else:
                 self._reset_action = noop(without_reset(env.act_space))
             self._env = env
         except UnknownTaskError:
@@ -361,30 +350,23 @@ class RestartedEnv:
         if self._env is None:
             return None
         self._watchdog.reset()
-        reset = action is None or self._holds(action[RESET], np.all)
+        reset = action is None or self._all(action[RESET])
         self._health.now("resetting" if reset else "stepping", self._envid)
         self._episode_steps = 0 if reset else self._episode_steps + 1
         try:
             with user_code:
                 obs = self._env.step(self._reset_action if action is None else action)
-            last = self._holds(obs["is_last"], np.any)
-        except NotFiniteError as error:
-            self._not_finite(error, rebuild=reset)
-            return None
+            last = self._any(obs["is_last"])
         except Exception as error:
-            self._failed(error)
+            self._failed(error, rebuild=reset or not isinstance(error, NotFiniteError))
             return None
         if self._vectorised and (found := self._env.not_finite):  # in some lanes
-            self._not_finite(found, rebuild=False)
+            self._failed(found, rebuild=False)
         self._steps += 1
         if last or self._steps % PROGRESS_STEPS == 0:
             self._in_a_row = 0
             self._health.progress()
         return obs
-
-    def _holds(self, flag: Any, which: Callable[[Any], Any]) -> bool:
-        """Whether a flag is set, in all or any lanes. numpy takes long for a single one."""
-        return bool(which(flag) if self._vectorised else flag)
 
     @property
     def present(self) -> list[int]:
@@ -402,33 +384,29 @@ class RestartedEnv:
             except Exception as error:
                 log.warning("Closing environment %d failed: %r", self._envid, error)
 
-    def _not_finite(self, error: NotFiniteError, *, rebuild: bool) -> None:
-        text = (
-            f"{error.key!r} holds NaN or infinity at step {self._episode_steps} of an episode of "
-            f"environment {self._envid}"
-        )
-        if self._args.on_nan == "stop":
-            self._health.give_up(not_finite=True)
-            raise EnvCrashedError(
-                f"{text}. The run ends because on_nan is stop: make the environment return finite "
-                "numbers, or set on_nan to end, which ends only the episode."
-            ) from error
-        self._count(text, error)
-        if rebuild:
-            self._remove()
-
-    def _failed(self, error: Exception) -> None:
-        if self._args.on_failure == "stop":
+    def _failed(self, error: Exception, *, rebuild: bool = True) -> None:
+        """Note a failure, after which the environment is built again or only reset. Ends all of
+        them if there were too many in a row, or if the run wants it so."""
+        args, who = self._args, f"environment {self._envid}"
+        not_finite = isinstance(error, NotFiniteError)
+        what = f"{type(error).__name__}: {error}"
+        if isinstance(error, NotFiniteError):
+            what = (
+                f"{error.key!r} holds NaN or infinity at step {self._episode_steps} of an episode"
+            )
+            if args.on_nan == "stop":
+                self._health.give_up(not_finite=True)
+                raise EnvCrashedError(
+                    f"{what} of {who}. The run ends because on_nan is stop: make the environment "
+                    "return finite numbers, or set on_nan to end, which ends only the episode."
+                ) from error
+        elif args.on_failure == "stop":
             raise error
-        self._count(f"environment {self._envid}: {type(error).__name__}: {error}", error)
-        self._remove()
-
-    def _count(self, text: str, error: Exception) -> None:
-        """Note a failure, and give up if there were too many in a row."""
         self.failures += 1
         self._in_a_row += 1
         self._steps = 0
-        text = " ".join(text.split())
+        what = " ".join(what.split())
+        text = f"{what} of {who}" if not_finite else f"{who}: {what}"
         self._health.failed(text, error)
         log.warning(
             "%s (failure %d of this environment; its episode is cut short)",
@@ -436,20 +414,18 @@ class RestartedEnv:
             self.failures,
             exc_info=error if self.failures <= _TRACEBACKS else None,
         )
-        if self._in_a_row > self._args.max_restarts:
+        if self._in_a_row > args.max_restarts:
             self._health.give_up()
-            most = self._args.max_restarts
-            what = text.removeprefix(f"environment {self._envid}: ").rstrip(".")
+            more = f", or raise max_restarts (now {args.max_restarts})" if self._in_run else ""
             raise EnvCrashedError(
                 f"Environment {self._envid} failed {self._in_a_row} times and neither finished an "
-                f"episode nor made {PROGRESS_STEPS} steps in between; the last time it was {what}. "
-                f"Fix it{f', or raise max_restarts (now {most})' if self._in_run else ''}."
+                f"episode nor made {PROGRESS_STEPS} steps in between; the last time it was "
+                f"{what.rstrip('.')}. Fix it{more}."
             ) from error
-
-    def _remove(self) -> None:
-        self._watchdog.reset(now=True)
-        self.close()
-        self.due = time.monotonic() + backoff(max(0, self._in_a_row - 1))
+        if rebuild:
+            self._watchdog.reset(now=True)
+            self.close()
+            self.due = time.monotonic() + backoff(max(0, self._in_a_row - 1))
 
 
 class ObservationBlock:

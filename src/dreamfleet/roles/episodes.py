@@ -243,7 +243,7 @@ class _Round:
                 self._left[episode.envid] -= 1
                 played = Played(episode, bool(cut[episode.envid]))
                 self._played[episode.envid].append(played)
-        carry, slots = self._carries.take(self._places, first)
+        carry, slots, _ = self._carries.take(self._places, first)
         carry, actions, _ = self._agent.policy(carry, without_logs(obs), self._mode)
         # Lanes that wait for others of their environment are in the middle of an episode.
         self._carries.put(slots[there], take_rows(carry, there))

@@ -33,9 +33,6 @@ from dreamfleet.transport import Client, Closed, TransportError
 
 log = logging.getLogger(__name__)
 
-EARLY_SECONDS = 60.0
-"""After the first update: when the first checkpoint is due. Later ones follow after longer and
-longer times, up to `save_every`."""
 _CONFIRM_SECONDS = 0.02  # between two looks whether all steps are confirmed
 _BATCH_SECONDS = 0.1  # after which a learner without a batch does what else is due
 _FLUSH_SECONDS = 5.0
@@ -114,7 +111,6 @@ class Learner:
         self._written: deque[Reply] = deque()  # states that are on their way to the replay
         self._since = (time.monotonic(), 0, 0)
         self._tracing, self._made = ExitStack(), 0  # a profile, and updates for it
-        self._should_save = LocalClock(args.save_every, early=EARLY_SECONDS)
 
     def run(self) -> None:
         """Train until learning is over."""
@@ -288,7 +284,7 @@ class Learner:
         saver, progress = self._saver, self._progress
         self._voted_steps = progress.own
         return {
-            "save": saver.asked() or (saver.has_news and self._should_save()),
+            "save": saver.is_due(),
             "round": not self._ending and saver.round_is_due(),
             "steps": self._voted_steps + saver.offset,
             "finished": progress.finished.is_set(),
@@ -446,16 +442,14 @@ class BatchQueue:
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
         self._thread = ThreadPoolExecutor(1, "learner-batches")
-        self._next: Future[Any] | None = None
+        self._next = self._request()
 
     def ready(self) -> bool:
         """Whether there is a batch; waits a moment for it. There is none after the last one."""
-        self._next = self._next or self._request()
         return bool(wait([self._next], _BATCH_SECONDS).done) and self._next.result() is not None
 
     def take(self) -> Any:
         """The batch that is ready."""
-        assert self._next is not None
         batch, self._next = self._next.result(), self._request()
         return batch
 

@@ -21,7 +21,6 @@ from dreamfleet.config import RunConfig
 from dreamfleet.files import COUNTER_WORDS, DurableCounters, atomic_write, map_words
 from dreamfleet.metrics import (
     Aggregate,
-    Episode,
     EpisodeStats,
     Output,
     Outputs,
@@ -129,7 +128,6 @@ class Logger:
     def __init__(self, output: Output, args: RunConfig) -> None:
         self._lock = threading.Lock()
         self._output = BackgroundOutput(output)
-        self._video = video_env(args)
         self._scores = {
             "train": ScoresFile(args.logdir / "scores.jsonl"),
             "eval": ScoresFile(args.logdir / "eval_scores.jsonl", "eval", lazy=True),
@@ -137,7 +135,7 @@ class Logger:
         self._steps: dict[int, int] = {}  # of each shard, when it was last asked
         self._interleaved: list[tuple[float, int]] = []  # evaluation episodes since the last line
         self._args = args
-        self._train, self._eval = EpisodeStats(video=self._video), EpisodeStats()
+        self._train, self._eval = (EpisodeStats(video=video_env(args)) for _ in range(2))
         self._aggregate = Aggregate()
         self._recent: deque[float] = deque(self._scores["train"].last, RECENT_EPISODES)
         self._recent_eval: deque[float] = deque(maxlen=RECENT_EPISODES)
@@ -157,7 +155,7 @@ class Logger:
         self,
         step: Step,
         envids: NDArray[np.int64],
-        is_eval: NDArray[np.bool_],
+        is_eval: bool,
         transitions: dict[str, NDArray[Any]],
         frames: dict[str, NDArray[Any]],
         source: str = "",
@@ -170,13 +168,14 @@ class Logger:
         reached.
         """
         with self._lock:
-            if not self._is_new(source, number):
-                return self._target_reached()
-            self._advance(step)
-            recorded = (envids == self._video) & bool(frames)
-            self._follow(self._train, envids, recorded, transitions, frames)
-            self._follow(self._train, envids, ~is_eval & ~recorded, transitions, {})
-            self._follow(self._eval, envids, is_eval, transitions, {})
+            if self._is_new(source, number):
+                self._advance(step)
+                stats, prefix = (self._eval, "eval") if is_eval else (self._train, "episode")
+                for episode in stats.add(envids, transitions, frames):
+                    self._aggregate.add(episode.metrics(), prefix=prefix)
+                    if video := episode.video:
+                        named = {f"{prefix}/video/{key}": value for key, value in video.items()}
+                        self._output.write(self._step, named)
             return self._target_reached()
 
     def _is_new(self, source: str, number: int) -> bool:
@@ -221,16 +220,15 @@ class Logger:
                 steps = self._step  # there are others, which are not heard of here
             for name, file in self._scores.items():
                 recent = self._recent if name == "train" else self._recent_eval
-                episodes = found[name]
-                columns = (episodes[key].tolist() for key in ("tick", "score", "length"))
-                for tick, score, length in zip(*columns, strict=True):
-                    ago = found["tick"] - tick if name == "train" else 0  # training steps since
+                epoch, episodes = found[name]["epoch"], found[name]["episodes"]
+                for tick, score, length in episodes.tolist():
+                    ago = found["tick"] - int(tick) if name == "train" else 0  # steps since then
                     at = max(0, steps - ago)
-                    if file.add(at, score, length, str(shard), episodes["epoch"], tick):
+                    if file.add(at, score, int(length), str(shard), epoch, int(tick)):
                         recent.append(score)
                         written += 1
                         if name == "eval":
-                            self._interleaved.append((score, length))
+                            self._interleaved.append((score, int(length)))
             if len(self._interleaved) >= RECENT_EPISODES:
                 self._keep_evaluation(steps)
         # Without the lock, and before the next question, with which the replay may forget them.
@@ -247,28 +245,6 @@ class Logger:
             append_evaluation(self._args.logdir, result, kind="interleaved")
         except OSError as error:
             log.warning("evaluations.jsonl cannot be written: %s", error)
-
-    def _follow(
-        self,
-        episodes: EpisodeStats,
-        envids: NDArray[np.int64],
-        rows: NDArray[np.bool_],
-        transitions: dict[str, NDArray[Any]],
-        frames: dict[str, NDArray[Any]],
-    ) -> None:
-        if not rows.any():
-            return
-        if not rows.all():
-            envids = envids[rows]
-            transitions = {key: value[rows] for key, value in transitions.items()}
-        for episode in episodes.add(envids, {**transitions, **frames}):
-            self._finish(episode, "eval" if episodes is self._eval else "episode")
-
-    def _finish(self, episode: Episode, prefix: str) -> None:
-        self._aggregate.add(episode.metrics(), prefix=prefix)
-        if episode.video:
-            videos = {f"{prefix}/video/{key}": video for key, video in episode.video.items()}
-            self._output.write(self._step, videos)
 
     def _target_reached(self) -> bool:
         """Whether recent episodes score enough: evaluation episodes if the run has any."""

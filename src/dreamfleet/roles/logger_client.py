@@ -19,15 +19,14 @@ _NUMBERED = ("tran", "gone", "add")
 
 class LoggerClient(Client):
     """A client of the logger. It numbers its messages: one whose reply was lost is sent again, and
-    taken once."""
+    taken once. Calls of a client that was closed, because the run ends without the logger, fail
+    when their result is asked for."""
 
     def __init__(self, args: RunConfig, name: str, maxinflight: int = 16) -> None:
         super().__init__(find_server(args, "logger"), name, maxinflight, keys=args.run_keys)
         self._source, self._messages = uuid.uuid4().hex, 0
         self._in_order = threading.Lock()
         self._answered = (-1.0, 0.0)  # replies, and when the last one was seen
-        self.given_up = False
-        """Whether the run ends without an answer of the logger; later calls have none either."""
 
     def call(self, method: str, /, *args: Any) -> Future:
         try:
@@ -37,8 +36,6 @@ class LoggerClient(Client):
                 self._messages += 1
                 return super().call(method, *args, self._source, self._messages)
         except Closed as error:
-            if not self.given_up:
-                raise
             future = Future(self, method)
             future._fail(error)
             return future
@@ -59,7 +56,6 @@ class LoggerClient(Client):
                 "with metrics are lost.",
                 *(seconds, stats["inflight"]),
             )
-            self.given_up = True
             self.close(0.0)
 
 

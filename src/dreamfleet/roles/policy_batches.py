@@ -24,18 +24,19 @@ class Carries:
         self.table = SlotTable(size, grow=self._grow)
         """The environments that have a carry."""
 
-    def known(self, envids: NDArray[Any]) -> NDArray[np.bool_]:
-        """Which of these environments have a carry."""
-        return np.array([envid in self.table for envid in envids.tolist()], bool)
-
-    def take(self, envids: NDArray[Any], is_first: NDArray[Any]) -> tuple[Carry, NDArray[np.intp]]:
-        """The carries of these environments, initial where an episode begins, and their slots."""
+    def take(
+        self, envids: NDArray[Any], is_first: NDArray[np.bool_]
+    ) -> tuple[Carry, NDArray[np.intp], NDArray[np.bool_]]:
+        """The carries of these environments, initial where an episode begins; their slots; and in
+        which of them the start of the episode was missed."""
+        ids = envids.tolist()
+        missed = np.array([envid not in self.table for envid in ids], bool) & ~is_first
+        slots = self.table.slots(ids)
         # The last owner of a slot must not leak into an episode whose start was missed.
-        fresh = is_first | ~self.known(envids)
-        slots = self.table.slots(envids.tolist())
+        fresh = is_first | missed
         if fresh.any():
             put_rows(self._rows, slots[fresh], self._initial)
-        return take_rows(self._rows, slots), slots
+        return take_rows(self._rows, slots), slots, missed
 
     def put(self, slots: NDArray[np.intp], carry: Carry) -> None:
         put_rows(self._rows, slots, carry)

@@ -233,7 +233,7 @@ class ReplayService:
     ) -> None:
         self._buffers = {"train": train, "eval": evaluation}
         self._train, self._eval, self._args = train, evaluation, args
-        self._shard, self._stop = shard, stop
+        self._shard, self._stop, self._limiter = shard, stop, limiter
         self._usage = Usage()
         self._name = server_name("replay", shard)
         self._health = Health(health_path(args, self._name))
@@ -328,6 +328,10 @@ class ReplayService:
 
     # --- batches ---------------------------------------------------------------------------------
 
+    def can_sample(self) -> bool:
+        """Whether the limiter allows a batch now, and there is a sequence for it."""
+        return self._limiter.can_sample() and len(self._train) > 0
+
     def shares(self, mode: Mode) -> tuple[int, int, list[float]]:
         """What there is to draw from in this shard; see `dreamfleet.replay.Shares`."""
         buffer = self._eval if mode == "eval" else self._train
@@ -364,15 +368,16 @@ class ReplayService:
         return self._train.update(data)
 
     def finished(self, read: Cursors) -> dict[str, Any]:
-        """The episodes of both buffers that the logger has not read yet."""
+        """The episodes of both buffers that the logger has not read yet: tick, score and length of
+        each."""
         found: dict[str, Any] = {"steps": self._positions.own, "tick": self._tick}
         cursors = {"train": read["train"], "eval": read["eval"]}
         for name, buffer in self._buffers.items():
             epoch, episodes = buffer.finished(*cursors[name])
-            columns = zip(*episodes, strict=True) if episodes else ((), (), ())
-            tick, score, length = (np.array(column, np.float64) for column in columns)
-            whole = {"tick": tick.astype(np.int64), "length": length.astype(np.int64)}
-            found[name] = {"epoch": epoch, "score": score, **whole}
+            found[name] = {
+                "epoch": epoch,
+                "episodes": np.array(episodes, np.float64).reshape(-1, 3),
+            }
         return found
 
     def wait_for_reader(self, timeout: float) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import faulthandler
 import inspect
+import logging
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,8 +18,11 @@ from typing import Any
 
 import cloudpickle
 
+from dreamfleet.clock import LocalClock
 from dreamfleet.errors import ConfigError, DreamfleetError
-from dreamfleet.transport import Client
+from dreamfleet.transport import Disconnected
+
+log = logging.getLogger(__name__)
 
 
 class ActorFailed(DreamfleetError):
@@ -82,11 +87,40 @@ POLL_SECONDS = 0.5
 """Between two looks at what tells nothing by itself."""
 FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0
 """Seconds before something that has failed twice is tried again; doubled each time."""
+_FIRST_TIMEOUT, _SAY_SECONDS = 3600.0, 30.0
 
 
 def backoff(failures: int) -> float:
     """Seconds before something is tried again that had so many failures before this one."""
     return min(FIRST_DELAY * 2.0 ** (failures - 1), LONGEST_DELAY) if failures else 0.0
+
+
+def await_server(
+    connect: Callable[[float], None], what: str, over: Callable[[], bool] = lambda: False
+) -> None:
+    """Wait for a server that may be started later, and say now and then why it is not there.
+
+    Args:
+        connect: Of its client; waits so many seconds at most.
+        what: Its name, in the log.
+        over: Whether to wait no longer.
+
+    Raises:
+        Disconnected: It was not there for an hour, or is not when the wait is `over`.
+    """
+    deadline, should_say = time.monotonic() + _FIRST_TIMEOUT, LocalClock(_SAY_SECONDS)
+    should_say()
+    while True:
+        try:
+            return connect(POLL_SECONDS)
+        except Disconnected as error:
+            if over():
+                raise
+            if time.monotonic() >= deadline:
+                more = f"It did not come in {_FIRST_TIMEOUT:g} s: start {what} first."
+                raise Disconnected(f"{error} {more}") from None
+            if should_say():
+                log.warning("%s Still waiting for %s.", error, what)
 
 
 # --- stopping ------------------------------------------------------------------------------------
@@ -270,25 +304,22 @@ def stop_event(
         on_stop: Called when the event is set.
         exit_process: Leave `user_code` at once, by SystemExit. A thread cannot be left like that.
     """
-    if _thread.signal is not None:
-        if on_stop:
-            _thread.signal.on_stop(on_stop)
-        return _thread.signal.event
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        return event
+    asked = _thread.signal
+    if asked is None:
+        if threading.current_thread() is not threading.main_thread():
+            return threading.Event()
+        asked = _process_stopped
+        _signals.on(_stop_signal, _stop_process, exit_process=exit_process)
+    if on_stop:
+        asked.on_stop(on_stop)
+    return asked.event
 
-    def stop() -> None:
-        event.set()
-        _process_stopped.stop()
-        if on_stop:
-            on_stop()
-        if _stop_signal == STOP_SIGNAL:
-            with suppress(RuntimeError):  # no memory for another thread
-                _say_where()
 
-    _signals.on(_stop_signal, stop, exit_process=exit_process)
-    return event
+def _stop_process() -> None:
+    _process_stopped.stop()
+    if _stop_signal == STOP_SIGNAL:
+        with suppress(RuntimeError):  # no memory for another thread
+            _say_where()
 
 
 _timer = threading.Lock()  # of faulthandler, which has one
@@ -342,6 +373,6 @@ def sigterm_interrupts() -> Iterator[None]:
         yield
 
 
-def close_when_stopped(client: Client) -> None:
-    """End the wait for a reply with `Closed` when the role is asked to stop."""
-    (_thread.signal or _process_stopped).on_stop(partial(client.close, 0.0))
+def when_stopped(callback: Callable[[], None]) -> None:
+    """Call this, too, when the role is asked to stop, or now if it was."""
+    (_thread.signal or _process_stopped).on_stop(callback)

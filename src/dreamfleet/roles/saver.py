@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,16 +18,18 @@ from dreamfleet.config import RunConfig
 from dreamfleet.policy import BLUEPRINT, Blueprint, find_checkpoint
 from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.runtime import POLL_SECONDS
+from dreamfleet.roles.runtime import POLL_SECONDS, await_server
 from dreamfleet.roles.scaling.shards import ReplayClient
 from dreamfleet.roles.scaling.sync import Sync
-from dreamfleet.transport import Client, Disconnected, TransportError
+from dreamfleet.transport import Client, TransportError
 
 log = logging.getLogger(__name__)
 
 SAVE_REQUEST = "save.request"
 """A file in the run's directory by which a user asks for a checkpoint."""
-_FIRST_TIMEOUT = 3600.0
+_EARLY_SECONDS = 60.0
+"""After the first update: when the first checkpoint is due. Later ones follow after longer and
+longer times, up to `save_every`."""
 _CONNECT_SECONDS, _POSITION_SECONDS, _SCORE_SECONDS = 1.0, 10.0, 2.0
 _ROUND_SECONDS = 0.5
 
@@ -60,6 +61,7 @@ class Saver:
         self.round_may_begin: Callable[[], bool] = LocalClock(_ROUND_SECONDS, first=True)
         """Whether to look now if a round is due; looking reads files."""
         self._may_look = LocalClock(POLL_SECONDS, first=True)
+        self._is_time = LocalClock(args.save_every, early=_EARLY_SECONDS)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self._saved = 0  # updates
@@ -71,7 +73,7 @@ class Saver:
     def restore(self) -> str:
         """Load the newest complete checkpoint of this run, or else what the run starts from;
         returns what was done."""
-        self._connect_to_replay()
+        await_server(self._replay.connect, "the replay", self._progress.finished.is_set)
         self._sync.gather("ready", {})  # loading may be done by all devices together
         restored = "starting from scratch"
         snapshot = self._checkpoint.load()
@@ -128,26 +130,17 @@ class Saver:
             f"{_summary(set(loaded))}{rest}"
         )
 
-    def _connect_to_replay(self) -> None:
-        """Wait for the replay, which may be started later, unless the run ends before."""
-        deadline = time.monotonic() + _FIRST_TIMEOUT
-        while True:
+    def is_due(self) -> bool:
+        """Whether to save now: it is time, and the agent was trained since it was last saved; or a
+        user asks for it, by a file."""
+        if self._may_look():
             try:
-                self._replay.connect(_CONNECT_SECONDS)
-                return
-            except Disconnected:
-                if self._progress.finished.is_set() or time.monotonic() > deadline:
-                    raise
-
-    def asked(self) -> bool:
-        """Whether a user asks for a checkpoint now, by a file."""
-        if not self._may_look():
-            return False
-        try:
-            (self._args.logdir / SAVE_REQUEST).unlink()
-        except OSError:
-            return False
-        return True
+                (self._args.logdir / SAVE_REQUEST).unlink()
+            except OSError:
+                pass
+            else:
+                return True
+        return self.updates > self._saved and self._is_time()
 
     def round_is_due(self) -> bool:
         """Whether a round of evaluation is to begin now, with a checkpoint that is `pending`;
@@ -171,11 +164,6 @@ class Saver:
         """Whether a round is under way, or a checkpoint is being written that may begin one."""
         self.finish(wait=False)
         return self._writing is not None or self._checkpoint.pending() is not None
-
-    @property
-    def has_news(self) -> bool:
-        """Whether the agent was trained since it was last saved."""
-        return self.updates > self._saved
 
     def save(self, *, pending: bool = False, wait: bool = True) -> None:
         """Write a checkpoint, with the evaluation score that tells which one is the best.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -25,14 +25,12 @@ from dreamfleet.agents.api import settle
 from dreamfleet.clock import LocalClock
 from dreamfleet.config import RunConfig
 from dreamfleet.envs.base import Arrays
-from dreamfleet.replay import SamplesPerInsert
 from dreamfleet.roles import logger as logging_role
 from dreamfleet.roles import replay as replay_role
 from dreamfleet.roles.actor import Actor
 from dreamfleet.roles.addresses import listen_address, publish_address
-from dreamfleet.roles.env import Lane, Watchdog, make_lanes
-from dreamfleet.roles.health import Health, health_path
-from dreamfleet.roles.learner import EARLY_SECONDS, Learner
+from dreamfleet.roles.env import Lane, RestartedEnv, Watchdog, make_lanes
+from dreamfleet.roles.learner import Learner
 from dreamfleet.roles.logger import RECORD_SECONDS, Logger, ScoreReader
 from dreamfleet.roles.progress import Progress, limiter_for
 from dreamfleet.roles.replay import ReplayService
@@ -69,16 +67,14 @@ def serial_fleet(make: Factories, args: RunConfig) -> None:
         logging_role.bind(server, logger)
         stack.enter_context(server)
         publish_address(args, "logger", server.address)
-        limiter = limiter_for(args)
         # Closed whatever happens: the next attempt is made by the same process.
         train = stack.enter_context(unpack(make.make_replay_train)())
         evaluation = stack.enter_context(unpack(make.make_replay_eval)())
-        service = ReplayService(train, evaluation, unpack(make.make_stream), limiter, args, stop)
+        stream, limiter = unpack(make.make_stream), limiter_for(args)
+        service = ReplayService(train, evaluation, stream, limiter, args, stop)
         stack.callback(service.close)
         service.attach({})
-        runner = SerialRunner(
-            unpack(make.make_agent)(), args, progress, service, limiter, train, logger
-        )
+        runner = SerialRunner(unpack(make.make_agent)(), args, progress, service, logger)
         stack.callback(runner.close)
         try:
             if runner.begin(unpack(make.make_env_train), unpack(make.make_env_eval)):
@@ -156,13 +152,10 @@ class SerialRunner:
         args: RunConfig,
         progress: Progress,
         service: ReplayService,
-        limiter: SamplesPerInsert,
-        buffer: Sized,
         logger: Logger,
     ) -> None:
         self._agent, self._args, self._progress = agent, args, progress
-        self._service, self._limiter, self._buffer = service, limiter, buffer
-        self._logger = logger
+        self._service, self._logger = service, logger
         # In place of clients, which the roles have in a fleet.
         shard: Any = InProcessClient("replay")
         logs: Any = InProcessClient("logger")
@@ -177,8 +170,6 @@ class SerialRunner:
         self._saver.round_may_begin = lambda: True
         self._learner = Learner(agent, args, progress, self._saver, replay, logs)
         self._actor = Actor(agent, args, progress, replay, logs)
-        self._health = Health(health_path(args, "agent"))
-        self._should_save = LocalClock(args.save_every, early=EARLY_SECONDS)
         self._should_record = LocalClock(RECORD_SECONDS)
         self._acting, self._items, self._batches, self._work = acting, 0, 0, 0.0
         self._lanes: list[Lane] = []
@@ -197,10 +188,13 @@ class SerialRunner:
         if self._progress.finished.is_set():
             return False
         train, evaluation = range(args.envs), range(args.envs, args.all_envs)
+        restarted = partial(
+            RestartedEnv, args=args, health=self._saver.health, watchdog=Watchdog(0)
+        )
         for make, ids, is_eval in ((make_train, train, False), (make_eval, evaluation, True)):
             for first in range(0, 0 if args.offline else len(ids), args.policy_batch):
                 mine = ids[first : first + args.policy_batch]
-                [lane] = make_lanes(make, mine, args, self._health, Watchdog(0), is_eval)
+                [lane] = make_lanes(make, mine, restarted, is_eval)
                 for env in lane.envs:
                     env.build()
                 self._lanes.append(lane)
@@ -224,16 +218,16 @@ class SerialRunner:
                 self._follow(before)
             if self._should_record():
                 self._logger.record()
-            if self._should_save() or self._saver.asked():
+            if self._saver.is_due():
                 self._saver.save()
                 self._service.save()
         self._learner.end_trace()
 
     def _may_learn(self) -> bool:
-        if not self._limiter.can_sample() or not len(self._buffer):
+        if not self._service.can_sample():
             return False
-        # Without a limit both take runner.
-        return self._limiter.ratio > 0 or self._acted or not self._lanes
+        # Without a limit both take turns.
+        return self._args.train_ratio > 0 or self._acted or not self._lanes
 
     def _learn(self) -> None:
         # Each batch has a stream of its own, which asks for none ahead.
@@ -251,8 +245,8 @@ class SerialRunner:
                 env.build()
         if self._learned:
             settle(self._agent)
-        self._health.stepped(lane.step(self._acting))
-        self._health.now("waiting")
+        self._saver.health.stepped(lane.step(self._acting))
+        self._saver.health.now("waiting")
         if lane.reply is not None:
             lane.take()
         self._turn = (self._turn + 1) % len(self._lanes)
@@ -313,7 +307,7 @@ class SerialRunner:
         """Make the updates that are left, and save."""
         self._learner.begin_end(self._progress.step)
         self._learner.finish_replay()
-        while self._learner.updates_left() and self._limiter.can_sample():
+        while self._learner.updates_left() and self._service.can_sample():
             self._learn()
         settle(self._agent)
         self._scores.poll()

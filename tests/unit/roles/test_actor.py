@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,9 @@ class Recorder:
     def call(self, *call: Any) -> Replied:
         self.calls.append(call)
         return Replied(self.answer)
+
+    def __getattr__(self, method: str) -> Any:
+        return partial(self.call, method)
 
     def stats(self) -> dict[str, float]:
         return {"connected": 1.0}
@@ -234,7 +238,7 @@ class Away:
     def memory(self, size: int) -> None:
         """There is none to share."""
 
-    def call(self, *call: Any) -> Any:
+    def add_batch(self, *call: Any) -> Any:
         return self
 
     def done(self) -> bool:
@@ -311,17 +315,18 @@ def test_a_batch_of_which_nothing_is_kept_sends_nothing(tmp_path: Path) -> None:
 # --- what is sent --------------------------------------------------------------------------------
 
 
-def transitions(ids: list[int], values: list[int], *, is_eval: Any = False, first: bool = False):
+def transitions(
+    ids: list[int], values: list[int], *, is_eval: bool = False, first: bool = False
+) -> list[Transitions]:
     size = len(ids)
     steps = {
         "value": np.array(values),
         "is_first": np.full(size, first),
         "image": np.zeros((size, 2, 2, 3), np.uint8),
     }
-    is_eval = np.broadcast_to(np.asarray(is_eval), size).copy()
     flags = {key: np.zeros(size, bool) for key in ("is_last", "is_terminal")}
     logs = {"reward": np.array(values, float), "is_first": steps["is_first"], **flags}
-    return Transitions(np.array(ids), is_eval, steps, logs)
+    return [Transitions(np.array(ids), is_eval, steps, logs)]
 
 
 def stored(replay: Recorder) -> list[tuple[list[int], list[int], bool, int]]:
@@ -343,11 +348,12 @@ def test_batches_that_come_together_share_a_message_in_order(tmp_path: Path) -> 
 def test_environments_may_log_different_keys(tmp_path: Path) -> None:
     """A step that lacks a number has -inf there, which no statistic counts."""
     actor, _, logger = make_actor(CountingAgent(), tmp_path, report_every=0.0)
-    one, two, three = (transitions([envid], [1]) for envid in range(3))
+    batches = [transitions([envid], [1]) for envid in range(3)]
+    one, two, three = (batch for [batch] in batches)
     one.logs["log/one"] = np.array([5], np.int32)
     two.logs["log/two"] = np.array([6.0], np.float32)
     three.logs["log/one"] = np.array([[1.0, 2.0]], np.float32)
-    actor.send([one, two, three])
+    actor.send(batches)
     logs = logger.calls[0][4]
     assert logs["log/one"].tolist() == [5, -np.inf, -np.inf]
     assert logs["log/two"].tolist() == [-np.inf, 6, -np.inf]
@@ -356,8 +362,8 @@ def test_environments_may_log_different_keys(tmp_path: Path) -> None:
 
 def test_training_and_evaluation_go_to_their_own_buffers(tmp_path: Path) -> None:
     actor, replay, _ = make_actor(CountingAgent(), tmp_path, report_every=0.0)
-    mixed = transitions([0, 7], [2, 3], is_eval=[False, True])
-    actor.send([mixed, transitions([7], [4], is_eval=True)])
+    both = [*transitions([0], [2]), *transitions([7], [3], is_eval=True)]
+    actor.send([both, transitions([7], [4], is_eval=True)])
     assert stored(replay) == [([0], [2], False, 1), ([7, 7], [3, 4], True, 2)]
 
 
@@ -379,6 +385,7 @@ def frames(video: VideoFrames, ids: list[int], *, first: bool) -> list[int]:
     obs = {
         "image": np.repeat(np.array(ids, np.uint8) + 100, 48).reshape(-1, 4, 4, 3),
         "vector": np.zeros((len(ids), 3)),
+        "tokens": np.zeros((len(ids), 2, 2, 7), np.uint8),
         "is_first": np.full(len(ids), first),
     }
     sent = video.frames(np.array(ids), obs)
@@ -414,7 +421,7 @@ class Counting(AgentBase):
 def count(carries: Carries, ids: list[int], first: list[bool] | None = None) -> list[int]:
     """Count one more for these environments, and return what they had before."""
     firsts = np.array(first or [False] * len(ids))
-    carry, slots = carries.take(np.array(ids), firsts)
+    carry, slots, _ = carries.take(np.array(ids), firsts)
     carries.put(slots, {"count": carry["count"] + 1})
     return carry["count"].tolist()
 

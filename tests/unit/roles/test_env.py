@@ -390,13 +390,13 @@ def test_only_lanes_whose_observations_were_on_their_way_lose_their_episodes(
 def test_an_agent_that_is_not_there_is_waited_for_and_the_log_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(role, "_SAY_SECONDS", 0.2)
-    monkeypatch.setattr(role, "_FIRST_TIMEOUT", 0.3)
+    monkeypatch.setattr(runtime, "_SAY_SECONDS", 0.2)
+    monkeypatch.setattr(runtime, "_FIRST_TIMEOUT", 0.7)
     with (
         Client(resolve("tcp://127.0.0.1:{auto}"), "env-0") as client,
-        pytest.raises(Disconnected, match="found no server at tcp"),
+        pytest.raises(Disconnected, match=r"found no server at tcp.*: start the agent first"),
     ):
-        role._connect(client)
+        runtime.await_server(client.connect, "the agent")
     assert "no server listens there). Still waiting for the agent." in caplog.text
 
 

@@ -22,7 +22,7 @@ from dreamfleet.fleet.factories import factories
 from dreamfleet.fleet.launchers.local import LocalLauncher
 from dreamfleet.parallel import _bound
 from dreamfleet.roles import fences as fences_file
-from dreamfleet.roles.actor import Actor, StartGate
+from dreamfleet.roles.actor import Actor, Presence
 from dreamfleet.roles.checks import ObservationCheck, Owners
 from dreamfleet.roles.fences import Fence, FenceReader, Fences, read_fences, write_fences
 from dreamfleet.roles.health import STARTED, health_path, read_health
@@ -103,7 +103,8 @@ def test_a_resumed_run_listens_where_it_did_before(tmp_path: Path) -> None:
 class Nobody:
     """A client that nobody answers."""
 
-    def call(self, *_: Any) -> Any: ...
+    def __getattr__(self, method: str) -> Any:
+        return lambda *_: None
 
     def stats(self) -> dict[str, float]:
         return {"inflight": 0.0, "connected": 1.0}
@@ -130,7 +131,7 @@ def an_actor(folder: Path, **changes: Any) -> tuple[Actor, Progress]:
     ), progress
 
 
-def acting(run: RunConfig, progress: Progress, index: int = 0) -> tuple[StartGate, Any, list[int]]:
+def acting(run: RunConfig, progress: Progress, index: int = 0) -> tuple[Presence, Any, list[int]]:
     """A server of `act` that may be held back, and the environments that it has acted in."""
     acted: list[int] = []
 
@@ -142,17 +143,17 @@ def acting(run: RunConfig, progress: Progress, index: int = 0) -> tuple[StartGat
     owners = Owners(server.connected)
     check = ObservationCheck(DUMMY.obs_space, 4, owners, lambda *_: None)
     server.bind("act", act, batch=1, wait=0.0, check=check)
-    return StartGate(run, progress, server, owners, index), server, acted
+    return Presence(run, progress, server, owners, index), server, acted
 
 
 def test_a_run_begins_when_all_are_there_and_an_agent_that_is_restarted_does_not_wait(
     tmp_path: Path,
 ) -> None:
     run, progress = small_run(tmp_path, bind="127.0.0.1", expect_envs=3), Progress()
-    opening, server, acted = acting(run, progress)
+    presence, server, acted = acting(run, progress)
 
     def present() -> int:
-        opening.poll()
+        presence.poll()
         return progress.present
 
     with server, Client(server.address) as stays, Client(server.address) as last:
@@ -164,16 +165,16 @@ def test_a_run_begins_when_all_are_there_and_an_agent_that_is_restarted_does_not
         # Its ids are used again, and nobody counts them twice.
         first = stays.call_block("act", observations([JOINED, JOINED + 1]))
         eventually(lambda: present() == 2)
-        assert (opening.closed, acted, first.done()) == (True, [], False)
+        assert (presence.held, acted, first.done()) == (True, [], False)
         second = last.call_block("act", observations([JOINED + 2]))
         eventually(lambda: present() == 3)
-        assert not opening.closed
+        assert not presence.held
         first.result(LONG)
         second.result(LONG)
         assert acted == [JOINED, JOINED + 1, JOINED + 2]  # nothing of the one that has left
     assert health_path(run, STARTED).exists()
     successor, again = acting(run, progress := Progress())[:2]
-    assert (successor.closed, progress.begun) == (False, True)
+    assert (successor.held, progress.begun) == (False, True)
     again.close()
 
 

@@ -180,13 +180,13 @@ def test_dreamers_actions_in_a_padded_batch_equal_its_actions_alone(
     for turn in range(6):
         obs = observe(5, seed=turn)
         numbers = [100 * turn + row for row in (0, 1, 2, 3, 4, 0, 0, 0)]  # three copies are added
-        carry, slots = together.take(np.arange(5), obs["is_first"])
+        carry, slots, _ = together.take(np.arange(5), obs["is_first"])
         carry, actions, _ = padded_policy(trained, (1, 8), carry, obs, "train")
         together.put(slots, carry)
         for row in range(5):
             one = {key: value[row : row + 1] for key, value in obs.items()}
             numbers = [100 * turn + row]
-            carry, slots = alone.take(np.array([row]), one["is_first"])
+            carry, slots, _ = alone.take(np.array([row]), one["is_first"])
             carry, action, _ = trained.policy(carry, one)
             alone.put(slots, carry)
             assert action["button"][0] == actions["button"][row]

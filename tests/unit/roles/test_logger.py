@@ -52,7 +52,7 @@ def scored(
     def episodes(scores: tuple[float, ...]) -> dict[str, Any]:
         count = len(scores)
         ticks = np.arange(last - count + 1, last + 1)
-        return {"epoch": "e1", "tick": ticks, "score": np.array(scores), "length": ticks * 0 + 2}
+        return {"epoch": "e1", "episodes": np.array([ticks, scores, ticks * 0 + 2]).T}
 
     found = {"train": episodes(()), "eval": episodes(()), "steps": steps, "tick": steps}
     return log.scored(shard, {**found, name: episodes(scores)})
@@ -68,7 +68,7 @@ def play(
         reached = keeper.tran(
             step,
             np.array([envid]),
-            np.array([is_eval]),
+            is_eval,
             {
                 "reward": np.array([reward], np.float32),
                 "is_first": np.array([index == 0]),
@@ -158,8 +158,8 @@ class Replay:
     def result(self) -> dict[str, Any]:
         since = self.asked[-1][1]
         ticks = np.arange(since + 1, self.episodes + 1)
-        none = {"epoch": "e", "tick": ticks[:0], "score": ticks[:0] * 1.0, "length": ticks[:0]}
-        train = {"epoch": "e", "tick": ticks, "score": ticks * 1.0, "length": ticks}
+        rows = np.array([ticks, ticks, ticks], np.float64).T
+        train, none = ({"epoch": "e", "episodes": each} for each in (rows, rows[:0]))
         return {"train": train, "eval": none, "steps": 9, "tick": 9}
 
 
@@ -274,6 +274,16 @@ def test_the_filmed_episode_is_written_as_a_video(tmp_path: Path) -> None:
     assert len(videos) == 1
     assert videos[0][:, 0, 0, 0].tolist() == [0, 1, 2]
     assert log.status()["finished"] == 2
+
+
+def test_an_episode_that_is_filmed_is_counted_once_also_in_evaluation(tmp_path: Path) -> None:
+    log, output = keeper(tmp_path)
+    play(log, 5, [1.0, 2.0], envid=0, is_eval=True, video=True)
+    log.close()
+    assert log.status()["finished"] == 0, "it is no training episode"
+    metrics = output.rows[-1][1]
+    assert (metrics["eval/score"], metrics["eval_episodes/finished"]) == (3.0, 1)
+    assert "episode/score" not in metrics
 
 
 def test_no_call_waits_for_a_slow_output_and_nothing_is_lost(tmp_path: Path) -> None:

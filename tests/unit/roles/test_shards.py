@@ -26,7 +26,14 @@ from dreamfleet.roles.addresses import find_server
 from dreamfleet.roles.replay import parallel_replay, together
 from dreamfleet.roles.runtime import StopSignal
 from dreamfleet.roles.scaling.coordinator import ReplayCoordinator
-from dreamfleet.roles.scaling.shards import ChunkToShard, ReplayClient, split_batch
+from dreamfleet.roles.scaling.shards import (
+    ROW_BITS,
+    ReplayClient,
+    marked,
+    shard_of,
+    split_batch,
+    unmarked,
+)
 from dreamfleet.transport import Client, RemoteError
 
 ENVS, LENGTH, LONG = 5, 4, 120.0
@@ -118,7 +125,7 @@ def sharded(logdir: Path, shards: int = 2, **changes: Any) -> RunConfig:
 def fill(client: Any) -> None:
     for seq, (envids, number) in enumerate(history()):
         message = (steps(envids, number), np.array(envids), False, "actor", seq)
-        assert client.call("add_batch", *message).result(LONG) == len(envids)
+        assert client.add_batch(*message).result(LONG) == len(envids)
 
 
 def stored_rows(*directories: Path) -> Counter[tuple[float, ...]]:
@@ -140,10 +147,10 @@ def test_two_shards_store_and_draw_what_one_replay_does(tmp_path: Path) -> None:
             fill(client)
             # A message that is sent again stores nothing.
             again = (steps([0], 59), np.array([0]), False, "actor", 59)
-            assert client.call("add_batch", *again).result(LONG) == 0
+            assert client.add_batch(*again).result(LONG) == 0
             is_eval = (steps([ENVS, ENVS + 1], 0), np.array([ENVS, ENVS + 1]), True, "actor", 60)
             assert client.sample("eval") == {}
-            assert client.call("add_batch", *is_eval).result(LONG) == 2
+            assert client.add_batch(*is_eval).result(LONG) == 2
             drawn: list[tuple[int, int]] = []
             for _ in range(12):
                 batch = client.sample("train")
@@ -153,7 +160,7 @@ def test_two_shards_store_and_draw_what_one_replay_does(tmp_path: Path) -> None:
                     np.float32
                 )
                 states = {"stepid": batch["stepid"], "state": states}
-                assert client.call("update", states).result(LONG) == 6 * LENGTH
+                assert client.update(states).result(LONG) == 6 * LENGTH
             fresh = {(e, s) for e, s in ALL_WINDOWS if s % LENGTH == 1}
             assert set(drawn[: len(fresh)]) == fresh
             report = client.sample("report")
@@ -163,7 +170,7 @@ def test_two_shards_store_and_draw_what_one_replay_does(tmp_path: Path) -> None:
             written = {(e, s + n) for e, s in drawn for n in range(LENGTH)}
             for row, value in zip(vector.reshape(-1, 2).tolist(), state.reshape(-1), strict=True):
                 assert value == (100 * row[0] + row[1] if tuple(map(int, row)) in written else 0)
-            assert client.call("position").result(LONG) == {"steps": 180, "samples": 72}
+            assert client.position().result(LONG) == {"steps": 180, "samples": 72}
         folders = ["replay", "replay-1"][:shards]
         rows[shards] = stored_rows(*(config.logdir / name for name in folders))
         assert sorted(path.name for path in config.logdir.glob("replay*")) == folders
@@ -209,10 +216,10 @@ def test_a_shard_that_ends_between_permission_and_batch_costs_neither_batch_nor_
         client.interrupt = interrupt
         batch = windows_of(client.sample("train"))
         assert len(batch) == 6
-        assert client.call("position").result(LONG) == {"steps": 180, "samples": 12}
+        assert client.position().result(LONG) == {"steps": 180, "samples": 12}
         more = (steps([0, 1], 90), np.array([0, 1]), False, "actor", 100)
-        assert client.call("add_batch", *more).result(LONG) == 2
-        assert client.call("position").result(LONG) == {"steps": 182, "samples": 12}
+        assert client.add_batch(*more).result(LONG) == 2
+        assert client.position().result(LONG) == {"steps": 182, "samples": 12}
     assert ("steps less than" in caplog.text or "was lost" in caplog.text) == lost
 
 
@@ -253,7 +260,7 @@ def test_nonsense_is_refused_and_changes_nothing(tmp_path: Path) -> None:
                 args,
                 refused.value,
             )
-        assert client.call("position").result(LONG) == {"steps": 180, "samples": 0}
+        assert client.position().result(LONG) == {"steps": 180, "samples": 0}
         assert len(windows_of(client.sample("train"))) == 6
 
 
@@ -414,15 +421,20 @@ def test_fresh_sequences_come_first_from_whichever_shard_has_them() -> None:
     assert list(split_batch(rng, 9, nothing, [1.0])) == [1]
 
 
-def test_where_steps_came_from_is_forgotten_after_a_while() -> None:
-    chunk_to_shard = ChunkToShard(most=2)
-
-    def stepid(*chunks: int) -> Any:
-        return np.array([[chunk] * 20 for chunk in chunks], np.uint8)[None]
-
-    chunk_to_shard.note(1, stepid(1, 1, 2))
-    chunk_to_shard.note(1, stepid(1, 3))
-    assert chunk_to_shard.find(stepid(1, 2, 3, 3)).tolist() == [[1, 0, 1, 1]]
+def test_a_step_says_which_shard_it_came_from() -> None:
+    """As many shards as there may be, each with the longest chunks."""
+    rows = np.array([0, 7, ReplayConfig(chunk=1 << ROW_BITS).chunk - 1])
+    stepid = np.full((2, 3, 20), 9, np.uint8)
+    stepid[..., 16:] = rows.astype(">u4").view(np.uint8).reshape(3, 4)
+    stepid.flags.writeable = False  # as it is received
+    for shard in (0, 1, 1023):
+        found = marked(stepid, shard)
+        assert shard_of(found[:, 1:]).tolist() == [[shard] * 2] * 2
+        assert unmarked(found).tobytes() == stepid.tobytes()
+    with pytest.raises(ConfigError, match="chunk"):
+        ReplayConfig(chunk=(1 << ROW_BITS) + 1)
+    with pytest.raises(ConfigError, match="replay_shards"):
+        RunConfig(replay_shards=1025)
 
 
 def test_capacity_is_that_of_all_shards_together(tmp_path: Path) -> None:

@@ -14,7 +14,14 @@ from dreamfleet.roles.addresses import find_server, server_name
 from dreamfleet.roles.health import Health, health_path
 from dreamfleet.roles.policy_batches import policy_sizes
 from dreamfleet.roles.progress import Progress
-from dreamfleet.roles.runtime import POLL_SECONDS, Factory, stop_event, takes, unpack
+from dreamfleet.roles.runtime import (
+    POLL_SECONDS,
+    Factory,
+    stop_event,
+    takes,
+    unpack,
+    when_stopped,
+)
 from dreamfleet.roles.scaling.parameters import unpacked
 from dreamfleet.transport import Client, Closed, Disconnected
 
@@ -35,13 +42,7 @@ def parallel_remote_actor(make_agent: Factory, index: int, args: RunConfig) -> N
         index: Which of the actors, from 1.
         args: The run.
     """
-    running: list[RemoteProgress] = []
-
-    def on_stop() -> None:
-        for progress in running:
-            progress.stop()
-
-    stop = stop_event(on_stop=on_stop)
+    stop = stop_event()
     name = server_name("actor", index)
     health = Health(health_path(args, name))
     make = unpack(make_agent)
@@ -49,9 +50,7 @@ def parallel_remote_actor(make_agent: Factory, index: int, args: RunConfig) -> N
     with Client(find_server(args, "learner"), f"{name}-learner", keys=args.run_keys) as learner:
         while not stop.is_set():
             progress = RemoteProgress(name, args, learner)
-            running[:] = [progress]
-            if stop.is_set():  # while it was made
-                return
+            when_stopped(progress.stop)
             with Follower(agent, progress, health) as follower:
                 if follower.wait():
                     with progress.policy_lock:

@@ -19,12 +19,15 @@ from numpy.typing import NDArray
 from dreamfleet.config import RunConfig
 from dreamfleet.replay import Shares, Split, used_fractions
 from dreamfleet.replay.replay import Mode
+from dreamfleet.replay.schema import CHUNK_ID_BYTES, STEPID
 from dreamfleet.roles.addresses import find_server, server_name
 from dreamfleet.transport import Client, Closed
 from dreamfleet.transport.slab import Memory
 
 _EMPTY_SECONDS = 0.2
-_CHUNK_ID_BYTES = 16
+ROW_BITS = 19
+"""Of the 32 bits for the row of a step in its chunk: no `replay.chunk` is longer. The others are
+enough for `replay_shards`."""
 
 
 class Reply(Protocol):
@@ -53,16 +56,11 @@ class ReplayClient:
             for shard in range(args.replay_shards)
         ]
         self._coordinator = self._clients[0]
-        self._chunk_to_shard = ChunkToShard()
         self._rng = np.random.default_rng([args.host_seed, args.replay_shards])
         self._known: int | None = None  # samples, as the coordinator counts them
         self._closed = threading.Event()
 
     # --- like a client ---------------------------------------------------------------------------
-
-    def call(self, method: str, /, *args: Any) -> Any:
-        """Call a method of the replay by its name."""
-        return getattr(self, method)(*args)
 
     def __getattr__(self, method: str) -> Callable[..., Reply]:
         """Calls that are about no steps go to the coordinator."""
@@ -114,7 +112,9 @@ class ReplayClient:
 
     def update(self, data: Mapping[str, NDArray[Any]]) -> Reply:
         """Write states back to the shards that the steps came from."""
-        parts = self._parts(data, lambda: self._chunk_to_shard.find(data["stepid"]))
+        parts = self._parts(data, lambda: shard_of(data[STEPID]))
+        if len(self._clients) > 1:
+            parts = ((c, r, {**part, STEPID: unmarked(part[STEPID])}) for c, r, part in parts)
         return AllOf([client.call("update", part) for client, _, part in parts])
 
     def _parts(
@@ -151,9 +151,8 @@ class ReplayClient:
             if not drawn and self._closed.wait(_EMPTY_SECONDS):
                 raise Closed(f"{self._name} is closed.")
             for shard, part in drawn:
-                parts.append(part)
-                missing -= len(part["stepid"])
-                self._chunk_to_shard.note(shard, part["stepid"])
+                parts.append({**part, STEPID: marked(part[STEPID], shard)} if shard else part)
+                missing -= len(part[STEPID])
         if len(parts) == 1:
             return parts[0]
         return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
@@ -210,42 +209,29 @@ def split_batch(
     return {shard: split for shard, split in splits.items() if split.batch}
 
 
-class ChunkToShard:
-    """The shard of each of the `most` chunks that were sampled lately; it never changes. Any thread
-    may call the methods."""
-
-    def __init__(self, most: int = 1 << 16) -> None:
-        self._most = most
-        self._shards: dict[bytes, int] = {}
-        self._lock = threading.Lock()
-
-    def note(self, shard: int, stepid: NDArray[np.uint8]) -> None:
-        """Steps were sampled from a shard."""
-        chunks, _ = _runs(stepid)
-        with self._lock:
-            for chunk in chunks:
-                self._shards.pop(chunk, None)  # the newest ones come last
-                self._shards[chunk] = shard
-            while len(self._shards) > self._most:
-                del self._shards[next(iter(self._shards))]
-
-    def find(self, stepid: NDArray[np.uint8]) -> NDArray[np.int64]:
-        """The shard of each step. Forgotten ones go to the first shard, which counts them as steps
-        that are gone."""
-        chunks, sizes = _runs(stepid)
-        with self._lock:
-            shards = [self._shards.get(chunk, 0) for chunk in chunks]
-        return np.repeat(np.array(shards, np.int64), sizes).reshape(stepid.shape[:-1])
+def marked(stepid: NDArray[np.uint8], shard: int) -> NDArray[np.uint8]:
+    """The ids of steps, with the shard that they came from in the upper bits of their rows."""
+    ids = stepid.copy()
+    _rows(ids)[...] |= np.uint32(shard << ROW_BITS)
+    return ids
 
 
-def _runs(stepid: NDArray[np.uint8]) -> tuple[list[bytes], NDArray[np.int64]]:
-    """The chunks of steps that follow each other in the same one, and how many these are."""
-    ids = np.ascontiguousarray(stepid[..., :_CHUNK_ID_BYTES]).reshape(-1, _CHUNK_ID_BYTES)
-    words = ids.view(np.uint64)
-    new = np.ones(len(ids), bool)
-    new[1:] = (words[1:] != words[:-1]).any(1)
-    starts = np.flatnonzero(new)
-    return [ids[start].tobytes() for start in starts], np.diff(np.append(starts, len(ids)))
+def shard_of(stepid: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """The shard that each of these steps came from."""
+    shards: NDArray[np.int64] = (_rows(stepid) >> ROW_BITS)[..., 0].astype(np.int64)
+    return shards
+
+
+def unmarked(stepid: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The ids as their shard knows them."""
+    ids = np.array(stepid)
+    _rows(ids)[...] &= np.uint32((1 << ROW_BITS) - 1)
+    return ids
+
+
+def _rows(stepid: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """The rows of steps in their chunks, the last part of their ids."""
+    return stepid[..., CHUNK_ID_BYTES:].view(">u4")
 
 
 class AllOf:
