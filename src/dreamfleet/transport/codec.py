@@ -63,9 +63,12 @@ class Encoded(msgspec.Struct, frozen=True, gc=False):
     blob: bytes
     frames: list[Buffer]
 
+    def encoded(self) -> Encoded:
+        return self
+
     def snapshot(self) -> Encoded:
         """The same, holding on to no memory of the caller's."""
-        return self.with_frames([bytes(f) for f in self.frames]) if self.frames else self
+        return self.with_frames([bytes(frame) for frame in self.frames])
 
     def with_frames(self, frames: list[Buffer]) -> Encoded:
         """The same with copies of its frames."""

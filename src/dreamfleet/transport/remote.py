@@ -13,7 +13,7 @@ import select
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -365,8 +365,6 @@ class RemoteLink:
         AddressError: It is no address to connect to.
     """
 
-    has_changed = False
-    """Whether `change` has something to tell that was not there before."""
     waiting = False
     """Whether something that was sent waits for room; libzmq sees to that."""
 
@@ -387,7 +385,6 @@ class RemoteLink:
         self._monitor = monitor(self._socket, _MONITORED)
         self._monitor_ready = True  # its descriptor only tells of changes after this
         self._changes: deque[wire.Change] = deque()
-        self._messages = True  # there may be some; the descriptor only tells of changes
         self._attempt_at = time.monotonic()
         try:
             self._socket.connect(endpoint)
@@ -407,14 +404,15 @@ class RemoteLink:
 
     def notice(self, descriptor: int, events: int) -> None:
         del events
-        self._messages = True
         if descriptor == self._monitor.fileno():
             self._monitor_ready = True
 
-    def change(self) -> wire.Change | None:
-        """What has happened to the connection, if anything."""
+    def take(self) -> list[Any] | wire.Change | None:
+        """What has happened next: a message, or a change of the connection."""
         if self._monitor_ready:
             self._read_monitor()
+        if message := receive(self._socket):  # what came before the end of a connection, first
+            return [message[0].bytes, *message[1]]
         return self._changes.popleft() if self._changes else None
 
     def _read_monitor(self) -> None:
@@ -430,35 +428,17 @@ class RemoteLink:
         self._read_monitor()  # libzmq takes messages also for a server that has gone
         if any(not change.connected for change in self._changes):
             return False
-        self._messages = True  # because sending may swallow the signal of one that came
         try:
             send(self._socket, frames)
-        except zmq.Again:
+        except zmq.Again:  # it reads nothing
+            self._changes.append(wire.Change(connected=False))
             return False
         return True
-
-    def keep(self, frames: list[Buffer]) -> list[Buffer] | None:
-        del frames  # libzmq copies them once more
-        return None
 
     @property
     def readable(self) -> bool:
         """Whether a message waits that a poller may not report."""
         return readable(self._socket)
-
-    def receive(self) -> list[Any] | None:
-        """The next message, if there is one."""
-        message = receive(self._socket) if self._messages else None
-        if message is None:
-            self._messages = False
-            return None
-        first, frames = message
-        return [first.bytes, *frames]
-
-    def drain(self) -> Iterator[list[Any]]:
-        """What the server had sent before it went."""
-        while message := receive(self._socket):
-            yield [message[0].bytes, *message[1]]
 
     def close(self, linger: int | None = None) -> None:
         self._socket.disable_monitor()

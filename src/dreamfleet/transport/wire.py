@@ -83,12 +83,14 @@ def pack(
             f"The small values of a call take {len(header)} bytes, and {MAX_HEADER} is the limit: "
             "stack them into arrays."
         )
-    if len(value.frames) >= MAX_FRAMES:
-        raise CodecError(f"Cannot send more than {MAX_FRAMES - 1} large arrays at once.")
-    if value.frames and max(map(len, value.frames)) > MAX_MESSAGE:
-        raise CodecError(f"Cannot send an array of more than {MAX_MESSAGE} bytes.")
-    if kind == CALL and sum(map(len, value.frames)) > MAX_CALL:
-        raise CodecError(f"Cannot send arrays of more than {MAX_CALL} bytes in one call.")
+    if value.frames:
+        sizes = list(map(len, value.frames))
+        if len(sizes) >= MAX_FRAMES:
+            raise CodecError(f"Cannot send more than {MAX_FRAMES - 1} large arrays at once.")
+        if max(sizes) > MAX_MESSAGE:
+            raise CodecError(f"Cannot send an array of more than {MAX_MESSAGE} bytes.")
+        if kind == CALL and sum(sizes) > MAX_CALL:
+            raise CodecError(f"Cannot send arrays of more than {MAX_CALL} bytes in one call.")
     return [header, *value.frames]
 
 

@@ -263,11 +263,9 @@ def test_who_sends_wrong_messages_again_and_again_loses_the_connection(
         bad = Connection(server.address, None, waker)
 
         def next_event() -> Event:
-            while not bad.events:
-                bad.collect()
-                if not bad.events:
-                    bad.sleep(60.0)
-            return bad.events.popleft()
+            while (event := bad.next()) is None:
+                bad.sleep(60.0)
+            return event
 
         assert isinstance(next_event(), Welcome)
         for _ in range(10):
