@@ -303,7 +303,7 @@ def test_a_repeatable_call_is_sent_again_though_no_thread_waits_for_it(plain: Pl
     future = client.safe_gate()
     plain.gate.await_calls(1)
     # The server ends while the method runs, so there is no answer.
-    closing = threading.Thread(target=plain.server._loop.close, args=(0.0,))
+    closing = threading.Thread(target=plain.server._stop, args=(0.0,))
     closing.start()
     closing.join()
     plain.start(plain.server.address)
@@ -539,7 +539,7 @@ def test_calls_in_flight_fail_unless_they_may_be_repeated(
         place[0] = ""
     try:
         # The methods are still running when the address is given up: their answers are lost.
-        old._loop.close(timeout=0)
+        old._stop(timeout=0)
         bench.gate.open.set()
         if published == "same":
             bench.start(old.address)
@@ -1120,7 +1120,7 @@ def test_a_batched_method_may_be_repeatable(transport: Transport) -> None:
         client.connect(20)
         once, again = (client.call_block(name, np.array([2])) for name in ("once", "again"))
         gate.await_calls(2)
-        server._loop.close(timeout=0)
+        server._stop(timeout=0)
         gate.open.set()
         successor = serve(server.address)
         with pytest.raises(Disconnected):

@@ -161,7 +161,6 @@ class BatchServer(BaseServer):
             backlog: Outstanding rows that hold back new batches; None is twice `post_rows`.
             on_post_error: Told every error of `postfn`, on the thread of `postfn`.
         """
-        self._check_bind(method)
         if batch < 1 or workers < 1 or wait < 0:
             raise TransportError(
                 f"{self.name}: {method!r} needs batch and workers of at least 1 and a wait of at "
@@ -180,19 +179,19 @@ class BatchServer(BaseServer):
             batcher.posts = PostQueue(
                 f"{self.name}-{method}-post",
                 postfn,
-                self._loop.lock,
+                self._lock,
                 gather,
                 post_rows,
                 backlog,
                 on_post_error,
                 partial(self._dispatch_held_back, batcher),
             )
-        self._methods[method] = batcher
+        self._add(method, batcher)
 
     def resize(self, method: str, batch: int) -> None:
         """From now on a full batch of this method holds so many items."""
         batcher = self._methods[method]
-        with self._loop.lock:
+        with self._lock:
             if batcher.batch != batch:
                 batcher.batch = max(1, batch)
                 self._dispatch_held_back(batcher)
@@ -200,25 +199,25 @@ class BatchServer(BaseServer):
     def hold(self, method: str, *, held: bool = True) -> None:
         """Let requests of this method wait, until it is not held any more."""
         batcher = self._methods[method]
-        with self._loop.lock:
+        with self._lock:
             batcher.held = held
             self._dispatch_held_back(batcher)
 
     def forget_gone(self, method: str) -> None:
         """Drop waiting requests of connections that have ended, which no answer reaches."""
         batcher = self._methods[method]
-        with self._loop.lock:
+        with self._lock:
             peers = {request.peer for request in batcher.waiting}
-            there = {peer for peer in peers if self._loop.connected(peer)}
+            there = {peer for peer in peers if self._listener.connected(peer)}
             batcher.waiting = deque(r for r in batcher.waiting if r.peer in there)
             batcher.rows = sum(request.rows for request in batcher.waiting)
-            self._loop.wake_reader()
+            self._wake_reader()
 
-    def _start_threads(self) -> None:
+    def _start(self) -> None:
         for batcher in self._methods.values():
             if batcher.posts:
                 batcher.posts.start()
-        super()._start_threads()
+        super()._start()
 
     def close(self, flush: float = 5.0) -> None:
         """Stop answering, let running batches finish, and have `postfn` pass on what is left.
@@ -242,7 +241,7 @@ class BatchServer(BaseServer):
     def _shut_down(self, flush: float) -> None:
         if flush <= 0:
             self._close_posts(0.0)  # nothing of the batches that are still running either
-        self._loop.close()
+        self._stop()
         self._close_posts(flush)
 
     def _close_posts(self, flush: float) -> None:
@@ -275,20 +274,20 @@ class BatchServer(BaseServer):
 
     # --- under the loop's lock -------------------------------------------------------------------
 
-    def deadline(self) -> float:
+    def _deadline(self) -> float:
         return min((b.deadline for b in self._methods.values()), default=_FOREVER)
 
     def _dispatch_held_back(self, batcher: _Batcher) -> None:
         """Start batches that waited until `postfn` had caught up."""
-        if not self._loop.stopping:
+        if not self._stopping:
             self._dispatch(batcher)
-            self._loop.wake_reader()
+            self._wake_reader()
 
-    def on_due(self) -> None:
+    def _on_due(self) -> None:
         for batcher in self._methods.values():
             self._dispatch(batcher)
 
-    def on_call(self, origin: Origin, header: wire.Header, frames: Sequence[Any]) -> None:
+    def _on_call(self, origin: Origin, header: wire.Header, frames: Sequence[Any]) -> None:
         batcher: _Batcher = self._method(header.method, origin.identity.role)
         if not header.rows:
             raise MessageError(f"{header.method!r} takes blocks of items: use `call_block`.")
@@ -323,7 +322,7 @@ class BatchServer(BaseServer):
             batcher.counts["batches"] += 1
             batcher.counts["items"] += items
             number = batcher.posts.reserve(items) if batcher.posts else 0
-            self._loop.submit(batcher.queue, partial(self._work, batcher, number, items, requests))
+            self._submit(batcher.queue, partial(self._work, batcher, number, items, requests))
 
     # --- without it ------------------------------------------------------------------------------
 
@@ -342,10 +341,10 @@ class BatchServer(BaseServer):
             failed = len(requests)
             replies = [(r.peer, error_frames(r.number, error)) for r in requests]
         seconds = time.perf_counter() - start
-        with self._loop.lock:
+        with self._lock:
             for peer, frames in replies:
-                self._loop.reply(peer, frames)
-            self._loop.counts["errors"] += failed
+                self._reply(peer, frames)
+            self._counts["errors"] += failed
             batcher.seconds["work"] += seconds
             if batcher.posts:
                 batcher.posts.put(number, items, infos)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from dreamfleet.transport.address import Address
@@ -51,6 +50,8 @@ class Listener(ABC):
     """Where clients connect."""
     refused = 0
     """Connections that were refused for their key."""
+    ended = 0
+    """Connections that were ended, for what they did."""
 
     @property
     @abstractmethod
@@ -82,21 +83,17 @@ class Listener(ABC):
         """Whether a peer is connected."""
 
     @abstractmethod
-    def hang_up(self, origin: Origin) -> bool:
-        """End the connection of a peer; whether it was there."""
+    def hang_up(self, origin: Origin) -> None:
+        """End the connection of a peer, if it is there."""
 
-    def on_due(self) -> int:
-        """Look after connections; returns how many were ended."""
-        return 0
-
-    def is_revoked(self, name: str) -> bool:  # noqa: ARG002 - only remote clients have names
-        """Whether the name that a key stands for is revoked."""
-        return False
+    def on_due(self) -> None:
+        """Look after connections."""
+        return
 
     def readable(self) -> bool:
         """Whether a message waits that the poller may not report."""
         return False
 
     @abstractmethod
-    def closer(self) -> Callable[[], None]:
-        """What gives everything back. It does not hold on to the server, which may be forgotten."""
+    def close(self) -> None:
+        """Give everything back."""

@@ -24,7 +24,7 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import count
@@ -440,22 +440,18 @@ class LocalListener(Listener):
         poller.register(origin.socket.fileno(), 0)
         return not poller.poll(0)  # which tells of nothing but the end
 
-    def hang_up(self, origin: Origin) -> bool:
+    def hang_up(self, origin: Origin) -> None:
         known = self._by_peer.get(origin.peer)
         if known is not None:
+            self.ended += 1
             self._drop(known)
-        return known is not None
 
-    def on_due(self) -> int:
+    def on_due(self) -> None:
         self._accept_at = FOREVER
         if self._poller:
             self._poller.register(self._listener.fileno(), _IN)
-        return 0
 
-    def closer(self) -> Callable[[], None]:
-        return self._close
-
-    def _close(self) -> None:
+    def close(self) -> None:
         clean_up(self.address, self.file)  # while the address is still ours
         self._listener.close()
         for origin in list(self._by_peer.values()):

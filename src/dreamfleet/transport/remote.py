@@ -13,8 +13,7 @@ import select
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import zmq
@@ -166,12 +165,12 @@ class RemoteListener(Listener):
         address: Address,
         name: str,
         keys: Keys | None,
-        roles: Callable[[], Collection[str]],
+        roles: Collection[str],
         identify: Identify | None,
         revoked: Revoked | None,
     ) -> None:
         self._name, self._revoked = name, revoked if keys else None
-        self._ended: dict[bytes, int] = {}  # descriptors of peers that were hung up on
+        self._hung_up: dict[bytes, int] = {}  # descriptors of peers that were hung up on
         self._invited: dict[bytes, tuple[str, int, str]] = {}  # name, descriptor, address
         self._read_by: dict[int, int] = {}  # bytes of messages since the guard looked
         self._noticed = True  # there may be events; descriptors only tell of changes
@@ -240,15 +239,16 @@ class RemoteListener(Listener):
         if self._noticed:
             self._noticed = False
             self._follow_connections()
-        message = receive(self._socket)
-        if message is None:
-            return None
-        frame, frames = message
-        origin = self._origin(frame)
-        if self._guard:
-            size = sum(map(len, frames)) + self._part_cost * len(frames)
-            self._read_by[origin.descriptor] = self._read_by.get(origin.descriptor, 0) + size
-        return origin, frames
+        while message := receive(self._socket):
+            frame, frames = message
+            origin = self._origin(frame)
+            if self._guard:
+                size = sum(map(len, frames)) + self._part_cost * len(frames)
+                self._read_by[origin.descriptor] = self._read_by.get(origin.descriptor, 0) + size
+            if not (self._authenticator and origin.identity.name in self._authenticator.revoked):
+                return origin, frames
+            self.hang_up(origin)  # it came after the name was revoked
+        return None
 
     def _origin(self, frame: zmq.Frame) -> RemoteOrigin:
         """Who a message is from. What its key stands for was found out when it connected."""
@@ -281,58 +281,47 @@ class RemoteListener(Listener):
     def readable(self) -> bool:
         return readable(self._socket)
 
-    def hang_up(self, origin: Origin) -> bool:
+    def hang_up(self, origin: Origin) -> None:
         descriptor = origin.descriptor if isinstance(origin, RemoteOrigin) else -1
         # What it had sent until then still comes.
-        if self._ended.get(origin.peer) == descriptor:
-            return False
-        return self._hang_up(origin.peer, descriptor, origin.address)
+        if self._hung_up.get(origin.peer) != descriptor:
+            self._hang_up(origin.peer, descriptor, origin.address)
 
-    def _hang_up(self, peer: bytes, descriptor: int, address: str) -> bool:
+    def _hang_up(self, peer: bytes, descriptor: int, address: str) -> None:
         if not self.connected(peer):
-            return False
+            return
         shut_down(descriptor, self.address.port, address)
-        if len(self._ended) >= _MAX_REMEMBERED:
-            self._ended.clear()
-        self._ended[peer] = descriptor
-        return True
+        self.ended += 1
+        if len(self._hung_up) >= _MAX_REMEMBERED:
+            self._hung_up.clear()
+        self._hung_up[peer] = descriptor
 
-    def is_revoked(self, name: str) -> bool:
-        return bool(name and self._authenticator and name in self._authenticator.revoked)
-
-    def on_due(self) -> int:
+    def on_due(self) -> None:
         """End the connections of those who were revoked, and those that hold more of unfinished
         messages than they may."""
-        now, ended = time.monotonic(), 0
+        now = time.monotonic()
         self._follow_connections()
         if self._guard and self._guard.due <= now:
-            ended += self._guard.check(self._read_by)
+            self.ended += self._guard.check(self._read_by)
             self._read_by.clear()
         if self._revoked and self._authenticator and self._revoked_at <= now:
             self._revoked_at = now + _REVOKED_CHECK_SECONDS
-            ended += self._end_revoked(self._revoked, self._authenticator)
-        return ended
+            self._end_revoked(self._revoked, self._authenticator)
 
-    def _end_revoked(self, revoked: Revoked, authenticator: Authenticator) -> int:
-        ended = 0
+    def _end_revoked(self, revoked: Revoked, authenticator: Authenticator) -> None:
         try:
             authenticator.revoked = frozenset(revoked())
         except Exception:
             log.exception("%s: the revoked names cannot be read.", self._name)
         for peer, (name, descriptor, address) in list(self._invited.items()):
             if name in authenticator.revoked:
-                ended += self._hang_up(peer, descriptor, address)
+                self._hang_up(peer, descriptor, address)
                 del self._invited[peer]
-        return ended
 
-    def closer(self) -> Callable[[], None]:
-        return partial(_close, self._sockets, self._context)
-
-
-def _close(sockets: list[zmq.Socket[bytes]], context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    for socket in sockets:
-        socket.close()
-    context.term()  # which waits until all sockets are closed
+    def close(self) -> None:
+        for socket in self._sockets:
+            socket.close()
+        self._context.term()  # which waits until all sockets are closed
 
 
 # --- clients -------------------------------------------------------------------------------------

@@ -251,7 +251,7 @@ class Authenticator:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         keys: Keys,
-        roles: Callable[[], Collection[str]],
+        roles: Collection[str],
         identify: Identify | None,
     ) -> None:
         self._keys, self._roles, self._identify = keys, roles, identify
@@ -277,8 +277,7 @@ class Authenticator:
         return found is not None
 
     def _find(self, public: bytes) -> Identity | None:
-        roles = self._roles()
-        found = self._keys.identity(public, roles)
+        found = self._keys.identity(public, self._roles)
         if found is None and self._identify is not None:
             try:
                 found = self._identify(public)
@@ -289,6 +288,6 @@ class Authenticator:
             except Exception:
                 log.exception("A client is refused, because its key cannot be looked up.")
                 return None
-            if found and (found.role not in roles or found.name in self.revoked):
+            if found and (found.role not in self._roles or found.name in self.revoked):
                 return None
         return found

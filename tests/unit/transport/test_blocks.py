@@ -119,7 +119,7 @@ def test_a_server_that_is_lost_fails_the_call_unless_it_may_be_repeated(repeatab
         assert first.called.wait(30)
         closing = threading.Thread(target=first.server.close, args=(0.0,))
         # The running call never answers: its connection ends first.
-        first.server._loop._listener._close()  # as the kernel does it for a process that is killed
+        first.server._listener.close()  # as the kernel does it for a process that is killed
         second = Echo(address, repeatable=repeatable)
         with second.server:
             if repeatable:

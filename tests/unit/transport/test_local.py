@@ -244,7 +244,7 @@ def test_a_socket_that_is_full_holds_no_thread_up() -> None:
     server.bind("note", lambda number, _: seen.append(number))
     with server, Client(server.address, maxinflight=64, timeout=60) as client:
         client.note(0, b"").result()
-        with server._loop.lock:  # so that it reads nothing
+        with server._lock:  # so that it reads nothing
             calls = [client.note(number, bytes(20_000)) for number in range(1, 65)]
             assert client._connection.waiting
         for call in calls:
@@ -257,7 +257,7 @@ def test_a_server_that_takes_no_more_connections_serves_those_that_it_has() -> N
     server.bind("ping", lambda: "pong")
     with server, Client(server.address, timeout=60) as first:
         assert first.ping().result() == "pong"
-        listener = server._loop._listener
+        listener = server._listener
         assert listener
         listener._most = 1
         with Client(server.address, patience=0.2) as second, pytest.raises(ConnectionError):

@@ -206,7 +206,7 @@ def test_an_invitation_opens_its_role_until_it_is_revoked() -> None:
         with pytest.raises(RemoteError, match="'env' may not call 'agents'"):
             ann.call("agents").result(60)
         revoked.add("ann")
-        until(lambda: server._loop.counts["ended"] == 2)  # though no client sends anything
+        until(lambda: server._listener.ended == 2)  # though no client sends anything
         for client in (ann, idle):
             with pytest.raises(Disconnected):
                 client.call("open").result(60)
