@@ -28,7 +28,6 @@ from dreamfleet.transport.codec import (
     assemble,
     check_data,
     decode_leaf,
-    decode_leaves,
     encode,
     parse_schema,
 )
@@ -64,14 +63,9 @@ class Request:
         return decode_leaf(self.schema.leaves[index], self.blob, self.frames)
 
     @property
-    def leaves(self) -> list[Any]:
-        """All of them."""
-        return decode_leaves(self.schema, self.blob, self.frames)
-
-    @property
     def args(self) -> Any:
         """The arguments of the call."""
-        return assemble(self.schema, (), self.leaves)
+        return assemble(self.schema, (), _stack([self]))
 
 
 Check = Callable[[Origin, Request], None]
@@ -127,7 +121,6 @@ class BatchServer(BaseServer):
         check: Check | None = None,
         gather: float = 0.01,
         post_rows: int = 1024,
-        backlog: int | None = None,
         on_post_error: Callable[[BaseException], None] | None = None,
     ) -> None:
         """Offer a batched function under a name.
@@ -139,9 +132,9 @@ class BatchServer(BaseServer):
         `postfn` passes on what follows a batch. It is called after the answers have gone out, with
         a list of the infos of batches that follow each other, in the order in which the batches
         were made: one call at a time, on a thread of its own. Rows of batches that were started
-        and not yet passed on are outstanding; while there are `backlog` of them no batch is started
-        and requests wait. An error in `postfn` is logged, counted and given to `on_post_error`; the
-        next infos follow all the same.
+        and not yet passed on are outstanding; while there are twice `post_rows` of them no batch is
+        started and requests wait. An error in `postfn` is logged, counted and given to
+        `on_post_error`; the next infos follow all the same.
 
         Args:
             method: The name clients call.
@@ -158,7 +151,6 @@ class BatchServer(BaseServer):
                 Called one at a time, on the thread that reads: it must be quick.
             gather: Seconds the oldest info waits for others to share its call of `postfn`.
             post_rows: Rows that end this wait. A call has no more rows, unless one batch has.
-            backlog: Outstanding rows that hold back new batches; None is twice `post_rows`.
             on_post_error: Told every error of `postfn`, on the thread of `postfn`.
         """
         if batch < 1 or workers < 1 or wait < 0:
@@ -166,11 +158,10 @@ class BatchServer(BaseServer):
                 f"{self.name}: {method!r} needs batch and workers of at least 1 and a wait of at "
                 f"least 0, got {batch}, {workers} and {wait}."
             )
-        backlog = 2 * post_rows if backlog is None else backlog
-        if gather < 0 or not 1 <= post_rows <= backlog:
+        if gather < 0 or post_rows < 1:
             raise TransportError(
-                f"{self.name}: {method!r} needs a gather of at least 0, post_rows of at least 1 "
-                f"and a backlog of at least post_rows, got {gather}, {post_rows} and {backlog}."
+                f"{self.name}: {method!r} needs a gather of at least 0 and post_rows of at least "
+                f"1, got {gather} and {post_rows}."
             )
         batcher = _Batcher(
             method, workfn, batch, wait, WorkQueue(workers), repeatable, frozenset(roles), check
@@ -182,7 +173,6 @@ class BatchServer(BaseServer):
                 self._lock,
                 gather,
                 post_rows,
-                backlog,
                 on_post_error,
                 partial(self._dispatch_held_back, batcher),
             )
@@ -413,27 +403,25 @@ def run_batch(workfn: WorkFn, requests: Sequence[Request]) -> tuple[Any, Any]:
         RemoteError: The function returned something else than results and info.
     """
     schema = requests[0].schema
-    if len(requests) == 1:
-        leaves = requests[0].leaves
-    elif all(r.schema is schema for r in requests):
-        leaves = _stack(requests)
-    else:
-        leaves = [np.concatenate(c) for c in zip(*(r.leaves for r in requests), strict=True)]
-    answer: Any = workfn(*assemble(schema, (), leaves))
+    answer: Any = workfn(*assemble(schema, (), _stack(requests)))
     if not (isinstance(answer, tuple) and len(answer) == 2):
         raise RemoteError("A batched function returns two things: the results, and any info.")
     return answer[0], answer[1]
 
 
 def _stack(requests: Sequence[Request]) -> list[NDArray[Any]]:
-    """The leaves of requests that have the same schema: their blobs, one below the other, are
+    """The leaves of requests, one below the other. Where all have the same schema, their blobs are
     looked at as columns."""
     schema, count, rows = requests[0].schema, len(requests), requests[0].rows
-    joined = np.frombuffer(b"".join([r.blob for r in requests]), np.uint8)
-    blobs = joined.reshape(count, schema.blob_size)
+    blobs = None
+    if count > 1 and all(r.schema is schema for r in requests):
+        joined = np.frombuffer(b"".join([r.blob for r in requests]), np.uint8)
+        blobs = joined.reshape(count, schema.blob_size)
     leaves = []
     for index, leaf in enumerate(schema.leaves):
-        if leaf.frame >= 0 or not leaf.count:
+        if count == 1:
+            leaves.append(requests[0].leaf(index))
+        elif blobs is None or leaf.frame >= 0 or not leaf.count:
             leaves.append(np.concatenate([r.leaf(index) for r in requests]))
         else:
             column = blobs[:, leaf.offset : leaf.offset + leaf.nbytes].view(leaf.dtype)

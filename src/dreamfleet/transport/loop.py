@@ -109,7 +109,8 @@ class Loop(ABC):
             self, _release, self._waker, self._poller, self._listener.close
         )
         self._release.atexit = False
-        self._poller.register(self._waker.fileno(), select.POLLIN)
+        self._wake_descriptor = self._waker.fileno()
+        self._poller.register(self._wake_descriptor, select.POLLIN)
         self._listener.register(self._poller)
 
     @property
@@ -168,7 +169,7 @@ class Loop(ABC):
         """Let running jobs end and send their answers, then give everything back."""
         with self._lock:
             self._stopping = True
-        self._waker.wake()
+            self._waker.wake()
         deadline = time.monotonic() + timeout
         self._stop_reading()  # this may be a method that closes its own server
         # A reader stops at once, but a method that a reader runs itself may take any time.
@@ -288,7 +289,8 @@ class Loop(ABC):
             timeout = None if deadline == FOREVER else max(0.0, deadline - now) * _POLL_UNIT
             noticed = self._poller.poll(timeout)
             self._asleep_until = -FOREVER
-            self._waker.clear()
+            if any(descriptor == self._wake_descriptor for descriptor, _ in noticed):
+                self._waker.clear()
 
     def _perform(self, queue: WorkQueue, job: Job) -> tuple[WorkQueue, Job] | None:
         """Run a job; returns the next one, if there is one to run right away."""

@@ -25,7 +25,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -121,7 +121,6 @@ class Slab:
         self.descriptor = os.memfd_create("dreamfleet", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._sizes = [0] * slots  # bytes that are reserved, by slot
         self._held = bytearray(slots)
-        self._release = [_Release(self._held, slot) for slot in range(slots)]
         self._arrays: list[weakref.ref[Memory] | None] = [None] * slots
         try:
             os.ftruncate(self.descriptor, _PAGE + slots * self.slot_bytes)
@@ -141,7 +140,7 @@ class Slab:
             return None
         array = np.ndarray((size,), np.uint8, self._memory, _PAGE + slot * self.slot_bytes)
         self._held[slot] = _BUSY
-        self._arrays[slot] = weakref.ref(array, self._release[slot])
+        self._arrays[slot] = weakref.ref(array, partial(_release, self._held, slot))
         return array
 
     def fill(self, frames: Sequence[Buffer]) -> list[Buffer] | None:
@@ -207,16 +206,9 @@ def _address(buffer: Buffer | mmap.mmap) -> int:
     return address
 
 
-class _Release:
+def _release(owners: bytearray | mmap.mmap, slot: int, _view: object) -> None:
     """Called when the last view of a slot has gone."""
-
-    __slots__ = ("_owners", "_slot")
-
-    def __init__(self, owners: bytearray | mmap.mmap, slot: int) -> None:
-        self._owners, self._slot = owners, slot
-
-    def __call__(self, _: object) -> None:
-        self._owners[self._slot] = _FREE
+    owners[slot] = _FREE
 
 
 _reserved = 0  # bytes, in all slabs of this process
@@ -262,7 +254,6 @@ class SlabView:
             raise MessageError("Shared memory has another size than it should, or may shrink.")
         self._owners = mmap.mmap(descriptor, _PAGE)
         self._memory = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ)
-        self._release = [_Release(self._owners, slot) for slot in range(self._slots)]
         self._arrays: list[weakref.ref[Memory] | None] = [None] * self._slots
 
     def frames(self, slot: int, places: Sequence[tuple[int, int]]) -> list[memoryview]:
@@ -276,6 +267,6 @@ class SlabView:
         if not 0 <= slot < self._slots or total > self._slot_bytes:
             raise MessageError("A message refers to memory outside of a slot.")
         array = np.ndarray((total,), np.uint8, self._memory, _PAGE + slot * self._slot_bytes)
-        self._arrays[slot] = weakref.ref(array, self._release[slot])
+        self._arrays[slot] = weakref.ref(array, partial(_release, self._owners, slot))
         view = array.data
         return [view[place : place + size] for place, size in places]
