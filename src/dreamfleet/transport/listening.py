@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import select
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from dreamfleet.transport.address import Address
 from dreamfleet.transport.codec import Buffer
@@ -11,16 +12,7 @@ from dreamfleet.transport.security import Caller, Identity
 from dreamfleet.transport.slab import Memory
 
 FOREVER = float("inf")
-
-
-class Poller(Protocol):
-    """What `select.epoll` and `select.poll` have in common."""
-
-    def register(self, descriptor: int, events: int, /) -> None: ...
-
-    def modify(self, descriptor: int, events: int, /) -> None: ...
-
-    def unregister(self, descriptor: int, /) -> None: ...
+Poller: TypeAlias = "select.epoll | select.poll"
 
 
 class Origin(ABC):
