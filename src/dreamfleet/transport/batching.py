@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -360,19 +360,14 @@ def _take(batcher: _Batcher) -> list[Request]:
 
 # --- stacking requests and splitting results -----------------------------------------------------
 
-_signatures: dict[tuple[int, int], tuple[Schema, Signature]] = {}
-_MAX_SIGNATURES = 1024
 
-
+@lru_cache(maxsize=1024)
 def signature_of(schema: Schema, rows: int) -> Signature:
     """What an item of a request looks like. The same object for requests that are alike.
 
     Raises:
         MessageError: It holds something that has no place in a batch.
     """
-    known = _signatures.get((id(schema), rows))
-    if known and known[0] is schema:
-        return known[1]
     if schema.node is None or schema.node[0] != TUPLE:
         raise MessageError("The arguments of a call are a tuple.")
     for path in schema.plain_paths:
@@ -384,11 +379,7 @@ def signature_of(schema: Schema, rows: int) -> Signature:
             raise MessageError(
                 f"{_name(leaf.path)} has shape {leaf.shape}, which is not a block of {rows} items."
             )
-    if len(_signatures) >= _MAX_SIGNATURES:
-        _signatures.clear()
-    signature = tuple((leaf.path, leaf.dtype, leaf.shape[1:]) for leaf in schema.leaves)
-    _signatures[id(schema), rows] = (schema, signature)
-    return signature
+    return tuple((leaf.path, leaf.dtype, leaf.shape[1:]) for leaf in schema.leaves)
 
 
 def _name(path: tuple[str, ...]) -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -244,9 +245,9 @@ class Leaf:
     frame: int  # its number, or -1 for a place in the blob
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Schema:
-    """A parsed and validated structure."""
+    """A parsed and validated structure. The same object for messages that are alike."""
 
     node: Any
     leaves: tuple[Leaf, ...]
@@ -261,7 +262,6 @@ class Schema:
 
 
 _unpack = msgspec.msgpack.Decoder().decode
-_schemas: dict[bytes, Schema] = {}
 
 
 def parse_schema(data: bytes) -> Schema:
@@ -270,15 +270,8 @@ def parse_schema(data: bytes) -> Schema:
     Raises:
         MessageError: The schema is not one that `encode` makes.
     """
-    schema = _schemas.get(data)
-    if schema is None:
-        schema = _parse(data)
-        # Structures repeat. Ever new or huge ones cost their parsing, and no memory.
-        if len(data) <= MAX_KEPT:
-            if len(_schemas) >= MAX_SCHEMAS:
-                _schemas.clear()
-            _schemas[data] = schema
-    return schema
+    # Structures repeat. Huge ones cost their parsing each time, and no memory.
+    return _known_schema(data) if len(data) <= MAX_KEPT else _parse(data)
 
 
 def _parse(data: bytes) -> Schema:
@@ -298,6 +291,9 @@ def _parse(data: bytes) -> Schema:
         frozenset(leaf.frame for leaf in leaves if leaf.kind == ARRAY and leaf.dtype is _UINT8),
         tuple(leaf for leaf in leaves if leaf.dtype is _BOOL),
     )
+
+
+_known_schema = lru_cache(MAX_SCHEMAS)(_parse)
 
 
 def _flat(node: Any, leaves: Sequence[Leaf]) -> tuple[tuple[str, Leaf], ...]:

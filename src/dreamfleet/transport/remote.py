@@ -45,7 +45,6 @@ _get = zmq.backend.Socket.get
 _EVENTS = zmq.SocketOption.EVENTS
 
 _TRUSTED = Identity(RUN)
-_MAX_REMEMBERED = 4096  # connections that may be revoked
 _REVOKED_CHECK_SECONDS = 1.0  # between two looks at what is revoked
 _NO_RECONNECT = 3_600_000  # ms; without reconnection libzmq drops answers that it has received
 _CONNECT_TIMEOUT = 3000  # ms; then there is another attempt, at the name's next number
@@ -170,8 +169,8 @@ class RemoteListener(Listener):
         revoked: Revoked | None,
     ) -> None:
         self._name, self._revoked = name, revoked if keys else None
-        self._hung_up: dict[bytes, int] = {}  # descriptors of peers that were hung up on
-        self._invited: dict[bytes, tuple[str, int, str]] = {}  # name, descriptor, address
+        self._ending: set[int] = set()  # descriptors of connections that were hung up on
+        self._named: dict[int, RemoteOrigin] = {}  # by descriptor: who was invited
         self._read_by: dict[int, int] = {}  # bytes of messages since the guard looked
         self._noticed = True  # there may be events; descriptors only tell of changes
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -230,10 +229,13 @@ class RemoteListener(Listener):
         while self._authenticator and readable(self._authenticator.socket):
             self.refused += not self._authenticator.answer()
         while event := next_event(self._monitor):
-            if self._guard and event[0] == zmq.Event.ACCEPTED:
-                self._guard.accepted(event[1])
+            kind, descriptor = event
+            self._ending.discard(descriptor)
+            self._named.pop(descriptor, None)
+            if self._guard and kind == zmq.Event.ACCEPTED:
+                self._guard.accepted(descriptor)
             elif self._guard:
-                self._guard.closed(event[1])
+                self._guard.closed(descriptor)
 
     def receive(self) -> tuple[Origin, list[Any]] | None:
         if self._noticed:
@@ -256,11 +258,10 @@ class RemoteListener(Listener):
             return RemoteOrigin(frame, _TRUSTED)
         identity = self._authenticator.identities[str(frame.get("User-Id"))]
         origin = RemoteOrigin(frame, identity)
-        if identity.name and origin.peer not in self._invited:
-            # What it takes to end the connection when the name is revoked.
-            if len(self._invited) >= _MAX_REMEMBERED:
-                self._invited = {p: kept for p, kept in self._invited.items() if self.connected(p)}
-            self._invited[origin.peer] = (identity.name, origin.descriptor, origin.address)
+        if identity.name:
+            known = self._named.get(origin.descriptor)
+            if known is None or known.peer != origin.peer:
+                self._named[origin.descriptor] = origin
         return origin
 
     def send(self, peer: bytes, frames: list[Buffer]) -> bool:
@@ -284,17 +285,10 @@ class RemoteListener(Listener):
     def hang_up(self, origin: Origin) -> None:
         descriptor = origin.descriptor if isinstance(origin, RemoteOrigin) else -1
         # What it had sent until then still comes.
-        if self._hung_up.get(origin.peer) != descriptor:
-            self._hang_up(origin.peer, descriptor, origin.address)
-
-    def _hang_up(self, peer: bytes, descriptor: int, address: str) -> None:
-        if not self.connected(peer):
-            return
-        shut_down(descriptor, self.address.port, address)
-        self.ended += 1
-        if len(self._hung_up) >= _MAX_REMEMBERED:
-            self._hung_up.clear()
-        self._hung_up[peer] = descriptor
+        if descriptor not in self._ending and self.connected(origin.peer):
+            shut_down(descriptor, self.address.port, origin.address)
+            self._ending.add(descriptor)
+            self.ended += 1
 
     def on_due(self) -> None:
         """End the connections of those who were revoked, and those that hold more of unfinished
@@ -313,10 +307,9 @@ class RemoteListener(Listener):
             authenticator.revoked = frozenset(revoked())
         except Exception:
             log.exception("%s: the revoked names cannot be read.", self._name)
-        for peer, (name, descriptor, address) in list(self._invited.items()):
-            if name in authenticator.revoked:
-                self._hang_up(peer, descriptor, address)
-                del self._invited[peer]
+        for origin in list(self._named.values()):
+            if origin.identity.name in authenticator.revoked:
+                self.hang_up(origin)
 
     def close(self) -> None:
         for socket in self._sockets:
