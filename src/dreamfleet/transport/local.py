@@ -88,6 +88,8 @@ class LocalSocket:
         self._largest = min(_MAX_PACKET, granted - 4096)
         self._buffer = bytearray(_MAX_PACKET) if buffer is None else buffer
         self._outbox: deque[tuple[bytes, Slab | None]] = deque()
+        self._poller: Poller | None = None
+        self._watched = False  # the poller tells when there is room for more
         self._parts: list[bytes] = []
         self._parts_size = 0
         self._slab: Slab | None = None  # of what is sent
@@ -100,6 +102,11 @@ class LocalSocket:
 
     def fileno(self) -> int:
         return self._socket.fileno()
+
+    def register(self, poller: Poller) -> None:
+        """Have a poller report what is to be read, and room for what waits."""
+        self._poller = poller
+        poller.register(self.fileno(), _IN)
 
     @property
     def waiting(self) -> bool:
@@ -148,6 +155,12 @@ class LocalSocket:
         with suppress(OSError):  # the end is noticed by reading
             while self._outbox and self._transmit([self._outbox[0][0]], self._outbox[0][1]):
                 self._outbox.popleft()
+        self._watch()
+
+    def _watch(self) -> None:
+        if self._poller and self._watched != self.waiting:
+            self._watched = self.waiting
+            self._poller.modify(self.fileno(), _IN_OUT if self.waiting else _IN)
 
     def _share(self, frames: Sequence[Buffer]) -> tuple[int, list[int]]:
         """Let frames lie in shared memory: the slot, and the place of each in it, -1 for one that
@@ -195,6 +208,7 @@ class LocalSocket:
         except OSError:
             return False
         self._outbox.append((b"".join(parts), slab))
+        self._watch()
         return True
 
     def _transmit(self, parts: Sequence[Buffer], slab: Slab | None) -> bool:
@@ -380,7 +394,7 @@ class LocalListener(Listener):
             self._listener.close()
             raise AddressError(f"{name} cannot bind {address.text}: {problem}.") from None
         self.file = file_identity(address)
-        self._poller: Poller | None = None
+        self._poller: Poller  # which reports everything that happens here
         self._accept_at = FOREVER  # when connections are accepted again
         self._numbers = count(1)
         self._by_peer: dict[bytes, LocalOrigin] = {}
@@ -401,7 +415,7 @@ class LocalListener(Listener):
     def notice(self, descriptor: int, events: int) -> None:
         if origin := self._by_descriptor.get(descriptor):
             if events & select.POLLOUT:
-                self._flush(origin)
+                origin.socket.flush()
             if events & ~select.POLLOUT:
                 self._readable.append(descriptor)
         elif descriptor == self._listener.fileno():
@@ -416,17 +430,11 @@ class LocalListener(Listener):
                 return origin, frames
             if origin.socket.ended:
                 self._drop(origin)
-            elif origin.socket.waiting:
-                self._watch(origin)
         return None
 
     def send(self, peer: bytes, frames: list[Buffer]) -> bool:
         origin = self._by_peer.get(peer)
-        if origin is None or not origin.socket.send(frames):
-            return False
-        if origin.socket.waiting:
-            self._watch(origin)
-        return True
+        return origin is not None and origin.socket.send(frames)
 
     def memory(self, peer: bytes, size: int) -> Memory | None:
         origin = self._by_peer.get(peer)
@@ -448,8 +456,7 @@ class LocalListener(Listener):
 
     def on_due(self) -> None:
         self._accept_at = FOREVER
-        if self._poller:
-            self._poller.register(self._listener.fileno(), _IN)
+        self._poller.register(self._listener.fileno(), _IN)
 
     def close(self) -> None:
         clean_up(self.address, self.file)  # while the address is still ours
@@ -465,11 +472,10 @@ class LocalListener(Listener):
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError:  # there are no files left
-            if self._poller:
-                self._poller.unregister(self._listener.fileno())
+            self._poller.unregister(self._listener.fileno())
             self._accept_at = time.monotonic() + _ACCEPT_PAUSE_SECONDS
             return
-        if len(self._by_peer) >= self._most or self._poller is None:
+        if len(self._by_peer) >= self._most:
             socket.close()
             return
         credentials = socket.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, 12)
@@ -477,22 +483,12 @@ class LocalListener(Listener):
         peer = str(next(self._numbers)).encode()
         origin = LocalOrigin(peer, LocalSocket(socket, self._buffer), f"process {process}")
         self._by_peer[peer] = self._by_descriptor[socket.fileno()] = origin
-        self._poller.register(socket.fileno(), _IN)
-
-    def _watch(self, origin: LocalOrigin) -> None:
-        if self._poller:
-            self._poller.modify(origin.socket.fileno(), _IN_OUT)
-
-    def _flush(self, origin: LocalOrigin) -> None:
-        origin.socket.flush()
-        if not origin.socket.waiting and self._poller:
-            self._poller.modify(origin.socket.fileno(), _IN)
+        origin.socket.register(self._poller)
 
     def _drop(self, origin: LocalOrigin) -> None:
         descriptor = origin.socket.fileno()
         del self._by_peer[origin.peer], self._by_descriptor[descriptor]
-        if self._poller:
-            self._poller.unregister(descriptor)
+        self._poller.unregister(descriptor)
         origin.socket.close()
 
 
@@ -520,12 +516,7 @@ class LocalLink(LocalSocket):
             raise Disconnected(text) from None
         super().__init__(made)
         self._is_new = True
-        self._readable = self._watched = False
-        self._poller: Poller | None = None
-
-    def register(self, poller: Poller) -> None:
-        self._poller = poller
-        poller.register(self.fileno(), _IN)
+        self._readable = False
 
     def notice(self, descriptor: int, events: int) -> None:
         if descriptor == self.fileno():
@@ -536,9 +527,8 @@ class LocalLink(LocalSocket):
         if self._is_new:
             self._is_new = False
             return wire.Change(connected=True)
-        if self._outbox or self._watched:
+        if self._outbox:
             self.flush()
-            self._watch()
         if not self._readable:
             return None
         self._readable = False
@@ -548,11 +538,6 @@ class LocalLink(LocalSocket):
     def close(self, linger: int | None = None) -> None:
         del linger  # what was sent is in the other side's socket
         super().close()
-
-    def _watch(self) -> None:
-        self._watched = self.waiting
-        if self._poller:
-            self._poller.modify(self.fileno(), _IN_OUT if self.waiting else _IN)
 
 
 _REFUSALS = {
