@@ -317,9 +317,8 @@ class Client:
                     raise Closed(f"{self.name} is closed.")
                 if len(self._pending) < self._maxinflight:
                     return self._enqueue(method, _Request(value, rows, time.monotonic()))
-            wire.pack(
-                wire.CALL, 0, value.encoded(), 0, method, rows
-            )  # too large a value does not wait
+            # Too large a value does not wait.
+            wire.pack(wire.CALL, 0, value.encoded(), 0, method, rows)
             deadline = deadline or self._deadline(None)
             if not self._progress(lambda: len(self._pending) < self._maxinflight, deadline):
                 raise Timeout(
@@ -328,12 +327,11 @@ class Client:
                 )
 
     def _enqueue(self, method: str, request: _Request) -> Future:
-        number, to = self._number + 1, self._welcome.incarnation if self._welcome else 0
-        frames = request.pack(number, to, method)  # unless it is too large
-        self._number = number
         if type(request.value) is Encoded:
             request.value = self._connection.keep(request.value)
-            frames[1:] = request.value.frames
+        number, to = self._number + 1, self._welcome.incarnation if self._welcome else 0
+        frames = request.pack(number, to, method)  # raises if it is too large
+        self._number = number
         future = self._pending[number] = Future(self, method, request)
         self._counts["requests"] += 1
         if to:

@@ -172,10 +172,9 @@ class Slab:
             places.append(place if slot >= 0 and 0 <= place < self.slot_bytes else -1)
         return (slot, places) if slot >= 0 and not self._memory[slot] else (-1, [])
 
-    def send(self, slot: int) -> int:
+    def send(self, slot: int) -> None:
         """Let a slot belong to the receiver from now on as well."""
         self._memory[slot] = _BUSY
-        return slot
 
     def _free_slot(self) -> int:
         slot, slots = -1, len(self._held)
