@@ -25,17 +25,16 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.transport.codec import Block, Buffer
+from dreamfleet.transport.codec import SMALL, Block, Buffer
 from dreamfleet.transport.errors import MessageError
 
-SHARED_FROM = 4096  # bytes of a frame; smaller ones stay in the packet
 LEAST_SHARED = 1 << 15  # bytes of all these frames; fewer cost less in the packet
 MAX_SLOTS = 64
 MAX_SLAB = 1 << 28  # bytes of a slab, of which only the slots that were used are reserved
@@ -58,15 +57,15 @@ def shared_arrays(
     """Arrays without a content. The large ones lie in memory that is sent without a copy, if there
     is some; they must not be changed after they were sent."""
     sizes = {key: dtype.itemsize * prod(shape) for key, (shape, dtype) in shapes.items()}
-    total = aligned_total(size for size in sizes.values() if size >= SHARED_FROM)
-    memory, place = allocate(total) if total else None, 0
+    large = [size for size in sizes.values() if size > SMALL]  # the others are no frames
+    memory = allocate(aligned_total(large)) if large else None
+    pieces = iter(_cut(memory, large) if memory is not None else ())
     arrays = {}
     for key, (shape, dtype) in shapes.items():
-        if memory is None or sizes[key] < SHARED_FROM:
+        if memory is None or sizes[key] <= SMALL:
             arrays[key] = np.empty(shape, dtype)
         else:
-            arrays[key] = np.ndarray(shape, dtype, memory, place)
-            place += aligned_total([sizes[key]])
+            arrays[key] = np.ndarray(shape, dtype, next(pieces))
     return arrays
 
 
@@ -75,23 +74,25 @@ def renew(block: Block, allocate: Allocate, keep: Iterable[str]) -> None:
     Only those that `keep` names have their content afterwards."""
     if block.frame_bytes < LEAST_SHARED:
         return
-    sizes = tuple(map(len, block.frames))
+    sizes = list(map(len, block.frames))
     memory = allocate(aligned_total(sizes))
     kept = {key: block[key] for key in keep}
     if memory is None:  # the receiver may still use what was sent before
         block.move()
     else:
-        places = zip(consecutive(sizes), sizes, strict=True)
-        block.move([memory.data[place : place + size] for place, size in places])
+        block.move(_cut(memory, sizes))
     for key, array in kept.items():
         if block[key] is not array:
             block[key][:] = array
 
 
-@lru_cache(maxsize=256)
-def consecutive(sizes: tuple[int, ...]) -> list[int]:
-    """Where frames of these sizes begin that lie one behind the other in a slot."""
-    return [aligned_total(sizes[:index]) for index in range(len(sizes))]
+def _cut(memory: Memory, sizes: Iterable[int]) -> list[memoryview]:
+    """Pieces of these sizes, one behind the other."""
+    view, place, pieces = memory.data, 0, list[memoryview]()
+    for size in sizes:
+        pieces.append(view[place : place + size])
+        place += size + -size % _ALIGN
+    return pieces
 
 
 def aligned_total(sizes: Iterable[int]) -> int:
@@ -149,16 +150,13 @@ class Slab:
         array = self.allocate(aligned_total(sizes))
         if array is None:
             return None
-        view, copies, place = array.data, list[Buffer](), 0
-        for frame, size in zip(frames, sizes, strict=True):
-            copy = view[place : place + size]
-            if size < _LONG:
+        copies = _cut(array, sizes)
+        for frame, copy in zip(frames, copies, strict=True):
+            if len(frame) < _LONG:
                 copy[:] = frame
             else:
-                np.copyto(array[place : place + size], np.frombuffer(frame, np.uint8))
-            copies.append(copy)
-            place += size + -size % _ALIGN
-        return copies
+                np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(frame, np.uint8))
+        return list(copies)
 
     def find(self, frames: Sequence[Buffer]) -> tuple[int, list[int]]:
         """The slot in which frames lie, and where each begins in it, -1 for one that does not; a
