@@ -370,10 +370,11 @@ class LightClients:
             for descriptor in ready:
                 socket = self._sockets[descriptor]
                 socket.notice(descriptor, select.EPOLLIN)
-                while message := socket.receive():
-                    self._on_message(descriptor, message)
-                    made = self._made[descriptor]
-                    socket.send(self._messages[descriptor][_stage(made)])
+                while (message := socket.take()) is not None:
+                    if isinstance(message, list):
+                        self._on_message(descriptor, message)
+                        made = self._made[descriptor]
+                        socket.send(self._messages[descriptor][_stage(made)])
             ready = [descriptor for descriptor, _ in self._epoll.poll(0.1)]
 
     def _on_message(self, descriptor: int, message: list[Any]) -> None:

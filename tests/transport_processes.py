@@ -68,7 +68,7 @@ def _serve(
     hold = threading.Event()
     server = _batch_server(address, keys) if batching else _plain_server(address, keys, hold)
     if patient:
-        server._loop.most_faults = 10**9
+        server.most_faults = 10**9
     with server:
         channel.send(server.address)
         channel.recv()

@@ -303,7 +303,7 @@ def test_a_repeatable_call_is_sent_again_though_no_thread_waits_for_it(plain: Pl
     future = client.safe_gate()
     plain.gate.await_calls(1)
     # The server ends while the method runs, so there is no answer.
-    closing = threading.Thread(target=plain.server._loop.close, args=(0.0,))
+    closing = threading.Thread(target=plain.server._stop, args=(0.0,))
     closing.start()
     closing.join()
     plain.start(plain.server.address)
@@ -539,7 +539,7 @@ def test_calls_in_flight_fail_unless_they_may_be_repeated(
         place[0] = ""
     try:
         # The methods are still running when the address is given up: their answers are lost.
-        old._loop.close(timeout=0)
+        old._stop(timeout=0)
         bench.gate.open.set()
         if published == "same":
             bench.start(old.address)
@@ -1028,7 +1028,7 @@ def test_no_work_is_started_whose_result_could_not_be_passed_on(transport: Trans
         entered.release()
         assert hold.wait(60)
 
-    options = {"batch": 1, "gather": 0.0, "post_rows": 1, "backlog": 2}
+    options = {"batch": 1, "gather": 0.0, "post_rows": 1}
     with batching_server(transport, work, post, **options) as (server, client):
         for _ in range(3):
             with pytest.raises(RemoteError, match="below zero"):
@@ -1055,7 +1055,7 @@ def test_closing_gives_up_when_what_follows_makes_no_progress(transport: Transpo
         entered.set()
         assert hold.wait(60)
 
-    options = {"batch": 1, "gather": 0.0, "post_rows": 1, "backlog": 100}
+    options = {"batch": 1, "gather": 0.0, "post_rows": 1}
     with batching_server(transport, lambda x: (x, None), post, **options) as (server, client):
         act(client, 0, 1)
         assert entered.wait(20)
@@ -1083,7 +1083,7 @@ def test_an_error_in_what_follows_is_logged_counted_and_reported(
         errors.append(error)
         raise ValueError("also the report")
 
-    options = {"batch": 1, "post_rows": 1, "backlog": 2, "on_post_error": report}
+    options = {"batch": 1, "post_rows": 1, "on_post_error": report}
     with batching_server(transport, lambda x: (x, int(x[0])), post, **options) as (server, client):
         act(client, *range(1, 10))
     assert server.stats()["act/post_errors"] == 2
@@ -1120,7 +1120,7 @@ def test_a_batched_method_may_be_repeatable(transport: Transport) -> None:
         client.connect(20)
         once, again = (client.call_block(name, np.array([2])) for name in ("once", "again"))
         gate.await_calls(2)
-        server._loop.close(timeout=0)
+        server._stop(timeout=0)
         gate.open.set()
         successor = serve(server.address)
         with pytest.raises(Disconnected):
@@ -1139,7 +1139,7 @@ def test_settings_that_cannot_work_are_refused(transport: Transport) -> None:
 
     for name, arguments, options, words in (
         ("act", (), {"batch": 0}, "at least 1"),
-        ("act", (print,), {"post_rows": 8, "backlog": 4}, "a backlog of at least post_rows, got"),
+        ("act", (print,), {"post_rows": 0}, "post_rows of at least 1, got"),
         ("act", (print,), {"gather": -1}, "a gather of at least 0"),
         ("bound", (), {}, ""),
         ("bound", (), {}, "bound already"),

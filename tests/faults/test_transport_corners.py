@@ -103,7 +103,7 @@ def test_a_reader_sleeps_through_no_call_while_queued_jobs_run() -> None:
 
     server.bind("slow", slow, workers=1)
     server.bind("ping", lambda: "pong")
-    server._loop._poller = _LatePoller(server._loop._poller)
+    server._poller = _LatePoller(server._poller)
     with server, Client(server.address, timeout=20) as client:
         client.connect(20)
         first, second = client.slow(0), client.slow(1)
@@ -197,12 +197,12 @@ def test_a_closing_server_leaves_its_successors_file_alone(tmp_path: Path) -> No
     path = tmp_path / "socket"
     old = Server(f"ipc://{path}")
     old.start(block=False)
-    identity = old._loop._listener.file
+    identity = old._listener.file
     path.unlink()
     new = Server(f"ipc://{path}")
     new.bind("ping", lambda: "pong")
     with new, Client(new.address, timeout=20) as client:
-        assert identity != new._loop._listener.file
+        assert identity != new._listener.file
         old.close()
         assert path.is_socket()
         assert client.ping().result() == "pong"

@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,6 @@ from dreamfleet.transport.codec import (
     assemble,
     check_data,
     decode_leaf,
-    decode_leaves,
     encode,
     parse_schema,
 )
@@ -64,14 +63,9 @@ class Request:
         return decode_leaf(self.schema.leaves[index], self.blob, self.frames)
 
     @property
-    def leaves(self) -> list[Any]:
-        """All of them."""
-        return decode_leaves(self.schema, self.blob, self.frames)
-
-    @property
     def args(self) -> Any:
         """The arguments of the call."""
-        return assemble(self.schema, (), self.leaves)
+        return assemble(self.schema, (), _stack([self]))
 
 
 Check = Callable[[Origin, Request], None]
@@ -127,7 +121,6 @@ class BatchServer(BaseServer):
         check: Check | None = None,
         gather: float = 0.01,
         post_rows: int = 1024,
-        backlog: int | None = None,
         on_post_error: Callable[[BaseException], None] | None = None,
     ) -> None:
         """Offer a batched function under a name.
@@ -139,9 +132,9 @@ class BatchServer(BaseServer):
         `postfn` passes on what follows a batch. It is called after the answers have gone out, with
         a list of the infos of batches that follow each other, in the order in which the batches
         were made: one call at a time, on a thread of its own. Rows of batches that were started
-        and not yet passed on are outstanding; while there are `backlog` of them no batch is started
-        and requests wait. An error in `postfn` is logged, counted and given to `on_post_error`; the
-        next infos follow all the same.
+        and not yet passed on are outstanding; while there are twice `post_rows` of them no batch is
+        started and requests wait. An error in `postfn` is logged, counted and given to
+        `on_post_error`; the next infos follow all the same.
 
         Args:
             method: The name clients call.
@@ -158,20 +151,17 @@ class BatchServer(BaseServer):
                 Called one at a time, on the thread that reads: it must be quick.
             gather: Seconds the oldest info waits for others to share its call of `postfn`.
             post_rows: Rows that end this wait. A call has no more rows, unless one batch has.
-            backlog: Outstanding rows that hold back new batches; None is twice `post_rows`.
             on_post_error: Told every error of `postfn`, on the thread of `postfn`.
         """
-        self._check_bind(method)
         if batch < 1 or workers < 1 or wait < 0:
             raise TransportError(
                 f"{self.name}: {method!r} needs batch and workers of at least 1 and a wait of at "
                 f"least 0, got {batch}, {workers} and {wait}."
             )
-        backlog = 2 * post_rows if backlog is None else backlog
-        if gather < 0 or not 1 <= post_rows <= backlog:
+        if gather < 0 or post_rows < 1:
             raise TransportError(
-                f"{self.name}: {method!r} needs a gather of at least 0, post_rows of at least 1 "
-                f"and a backlog of at least post_rows, got {gather}, {post_rows} and {backlog}."
+                f"{self.name}: {method!r} needs a gather of at least 0 and post_rows of at least "
+                f"1, got {gather} and {post_rows}."
             )
         batcher = _Batcher(
             method, workfn, batch, wait, WorkQueue(workers), repeatable, frozenset(roles), check
@@ -180,19 +170,18 @@ class BatchServer(BaseServer):
             batcher.posts = PostQueue(
                 f"{self.name}-{method}-post",
                 postfn,
-                self._loop.lock,
+                self._lock,
                 gather,
                 post_rows,
-                backlog,
                 on_post_error,
                 partial(self._dispatch_held_back, batcher),
             )
-        self._methods[method] = batcher
+        self._add(method, batcher)
 
     def resize(self, method: str, batch: int) -> None:
         """From now on a full batch of this method holds so many items."""
         batcher = self._methods[method]
-        with self._loop.lock:
+        with self._lock:
             if batcher.batch != batch:
                 batcher.batch = max(1, batch)
                 self._dispatch_held_back(batcher)
@@ -200,25 +189,25 @@ class BatchServer(BaseServer):
     def hold(self, method: str, *, held: bool = True) -> None:
         """Let requests of this method wait, until it is not held any more."""
         batcher = self._methods[method]
-        with self._loop.lock:
+        with self._lock:
             batcher.held = held
             self._dispatch_held_back(batcher)
 
     def forget_gone(self, method: str) -> None:
         """Drop waiting requests of connections that have ended, which no answer reaches."""
         batcher = self._methods[method]
-        with self._loop.lock:
+        with self._lock:
             peers = {request.peer for request in batcher.waiting}
-            there = {peer for peer in peers if self._loop.connected(peer)}
+            there = {peer for peer in peers if self._listener.connected(peer)}
             batcher.waiting = deque(r for r in batcher.waiting if r.peer in there)
             batcher.rows = sum(request.rows for request in batcher.waiting)
-            self._loop.wake_reader()
+            self._wake_reader()
 
-    def _start_threads(self) -> None:
+    def _start(self) -> None:
         for batcher in self._methods.values():
             if batcher.posts:
                 batcher.posts.start()
-        super()._start_threads()
+        super()._start()
 
     def close(self, flush: float = 5.0) -> None:
         """Stop answering, let running batches finish, and have `postfn` pass on what is left.
@@ -242,7 +231,7 @@ class BatchServer(BaseServer):
     def _shut_down(self, flush: float) -> None:
         if flush <= 0:
             self._close_posts(0.0)  # nothing of the batches that are still running either
-        self._loop.close()
+        self._stop()
         self._close_posts(flush)
 
     def _close_posts(self, flush: float) -> None:
@@ -275,20 +264,20 @@ class BatchServer(BaseServer):
 
     # --- under the loop's lock -------------------------------------------------------------------
 
-    def deadline(self) -> float:
+    def _deadline(self) -> float:
         return min((b.deadline for b in self._methods.values()), default=_FOREVER)
 
     def _dispatch_held_back(self, batcher: _Batcher) -> None:
         """Start batches that waited until `postfn` had caught up."""
-        if not self._loop.stopping:
+        if not self._stopping:
             self._dispatch(batcher)
-            self._loop.wake_reader()
+            self._wake_reader()
 
-    def on_due(self) -> None:
+    def _on_due(self) -> None:
         for batcher in self._methods.values():
             self._dispatch(batcher)
 
-    def on_call(self, origin: Origin, header: wire.Header, frames: Sequence[Any]) -> None:
+    def _on_call(self, origin: Origin, header: wire.Header, frames: Sequence[Any]) -> None:
         batcher: _Batcher = self._method(header.method, origin.identity.role)
         if not header.rows:
             raise MessageError(f"{header.method!r} takes blocks of items: use `call_block`.")
@@ -323,7 +312,7 @@ class BatchServer(BaseServer):
             batcher.counts["batches"] += 1
             batcher.counts["items"] += items
             number = batcher.posts.reserve(items) if batcher.posts else 0
-            self._loop.submit(batcher.queue, partial(self._work, batcher, number, items, requests))
+            self._submit(batcher.queue, partial(self._work, batcher, number, items, requests))
 
     # --- without it ------------------------------------------------------------------------------
 
@@ -342,10 +331,10 @@ class BatchServer(BaseServer):
             failed = len(requests)
             replies = [(r.peer, error_frames(r.number, error)) for r in requests]
         seconds = time.perf_counter() - start
-        with self._loop.lock:
+        with self._lock:
             for peer, frames in replies:
-                self._loop.reply(peer, frames)
-            self._loop.counts["errors"] += failed
+                self._reply(peer, frames)
+            self._counts["errors"] += failed
             batcher.seconds["work"] += seconds
             if batcher.posts:
                 batcher.posts.put(number, items, infos)
@@ -371,19 +360,14 @@ def _take(batcher: _Batcher) -> list[Request]:
 
 # --- stacking requests and splitting results -----------------------------------------------------
 
-_signatures: dict[tuple[int, int], tuple[Schema, Signature]] = {}
-_MAX_SIGNATURES = 1024
 
-
+@lru_cache(maxsize=1024)
 def signature_of(schema: Schema, rows: int) -> Signature:
     """What an item of a request looks like. The same object for requests that are alike.
 
     Raises:
         MessageError: It holds something that has no place in a batch.
     """
-    known = _signatures.get((id(schema), rows))
-    if known and known[0] is schema:
-        return known[1]
     if schema.node is None or schema.node[0] != TUPLE:
         raise MessageError("The arguments of a call are a tuple.")
     for path in schema.plain_paths:
@@ -395,11 +379,7 @@ def signature_of(schema: Schema, rows: int) -> Signature:
             raise MessageError(
                 f"{_name(leaf.path)} has shape {leaf.shape}, which is not a block of {rows} items."
             )
-    if len(_signatures) >= _MAX_SIGNATURES:
-        _signatures.clear()
-    signature = tuple((leaf.path, leaf.dtype, leaf.shape[1:]) for leaf in schema.leaves)
-    _signatures[id(schema), rows] = (schema, signature)
-    return signature
+    return tuple((leaf.path, leaf.dtype, leaf.shape[1:]) for leaf in schema.leaves)
 
 
 def _name(path: tuple[str, ...]) -> str:
@@ -414,27 +394,25 @@ def run_batch(workfn: WorkFn, requests: Sequence[Request]) -> tuple[Any, Any]:
         RemoteError: The function returned something else than results and info.
     """
     schema = requests[0].schema
-    if len(requests) == 1:
-        leaves = requests[0].leaves
-    elif all(r.schema is schema for r in requests):
-        leaves = _stack(requests)
-    else:
-        leaves = [np.concatenate(c) for c in zip(*(r.leaves for r in requests), strict=True)]
-    answer: Any = workfn(*assemble(schema, (), leaves))
+    answer: Any = workfn(*assemble(schema, (), _stack(requests)))
     if not (isinstance(answer, tuple) and len(answer) == 2):
         raise RemoteError("A batched function returns two things: the results, and any info.")
     return answer[0], answer[1]
 
 
 def _stack(requests: Sequence[Request]) -> list[NDArray[Any]]:
-    """The leaves of requests that have the same schema: their blobs, one below the other, are
+    """The leaves of requests, one below the other. Where all have the same schema, their blobs are
     looked at as columns."""
     schema, count, rows = requests[0].schema, len(requests), requests[0].rows
-    joined = np.frombuffer(b"".join([r.blob for r in requests]), np.uint8)
-    blobs = joined.reshape(count, schema.blob_size)
+    blobs = None
+    if count > 1 and all(r.schema is schema for r in requests):
+        joined = np.frombuffer(b"".join([r.blob for r in requests]), np.uint8)
+        blobs = joined.reshape(count, schema.blob_size)
     leaves = []
     for index, leaf in enumerate(schema.leaves):
-        if leaf.frame >= 0 or not leaf.count:
+        if count == 1:
+            leaves.append(requests[0].leaf(index))
+        elif blobs is None or leaf.frame >= 0 or not leaf.count:
             leaves.append(np.concatenate([r.leaf(index) for r in requests]))
         else:
             column = blobs[:, leaf.offset : leaf.offset + leaf.nbytes].view(leaf.dtype)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Self
 
 from dreamfleet.transport import wire
-from dreamfleet.transport.codec import Block, Encoded, encode, parse_schema
+from dreamfleet.transport.codec import Block, Buffer, Encoded, encode, parse_schema
 from dreamfleet.transport.connection import Connection, Event, Lost, Message, Welcome
 from dreamfleet.transport.errors import (
     Closed,
@@ -23,7 +23,6 @@ from dreamfleet.transport.errors import (
     Timeout,
     TransportError,
 )
-from dreamfleet.transport.prepared import FIRST_NUMBER, PreparedCall
 from dreamfleet.transport.security import Keys, RoleKey
 from dreamfleet.transport.slab import Memory
 from dreamfleet.transport.wire import Waker
@@ -45,9 +44,9 @@ class Future:
 
     __slots__ = ("_client", "_done", "_error", "_seen", "_value", "method", "request")
 
-    def __init__(self, client: Client, method: str) -> None:
+    def __init__(self, client: Client, method: str, request: Any = None) -> None:
         self.method = method
-        self.request: Any = None  # what the client keeps until the answer is here
+        self.request = request  # what the client keeps until the answer is here
         self._client = client
         self._done = False
         self._seen = False
@@ -62,7 +61,7 @@ class Future:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the answer; False if it did not come within `timeout` seconds."""
-        if not self._done and not self._client._receive_reply(self, timeout):
+        if not self._done:
             self._client._progress(lambda: self._done, self._client._deadline(timeout))
         return self._done
 
@@ -108,6 +107,10 @@ class _Request:
     sent_at: float = 0.0
     lost_from: int = 0  # the incarnation that was lost while it had the call
     deaths: int = 0  # of servers in a row, right after they were sent the call
+
+    def pack(self, number: int, to: int, method: str) -> list[Buffer]:
+        """The message of the call."""
+        return wire.pack(wire.CALL, number, self.value.encoded(), to, method, self.rows)
 
 
 class Client:
@@ -164,8 +167,7 @@ class Client:
         self._closed = False
         self._pending: dict[int, Future] = {}
         self._unseen: deque[str] = deque()  # errors of calls whose answers no caller looked at
-        self._number = FIRST_NUMBER
-        self._prepared: PreparedCall | None = None
+        self._number = 0
         self._welcome: Welcome | None = None
         self._counts: Counter[str] = Counter()
         self._waker = Waker()
@@ -197,10 +199,7 @@ class Client:
         with the same leading axis k, and so is every leaf of the answer. The only argument may be a
         `Block`, which takes less time."""
         if len(args) == 1 and type(args[0]) is Block:
-            block = args[0]
-            return self._send_block(method, block) or self._send_call(
-                method, block.rows, block.encoded()
-            )
+            return self._send_call(method, args[0].rows, args[0])
         value = encode(args)
         leaves = parse_schema(value.schema).leaves
         rows = leaves[0].shape[0] if leaves and leaves[0].shape else 0
@@ -308,56 +307,35 @@ class Client:
 
     # --- sending ---------------------------------------------------------------------------------
 
-    def _send_call(self, method: str, rows: int, value: Encoded) -> Future:
+    def _send_call(self, method: str, rows: int, value: Encoded | Block) -> Future:
         if self._unseen:
             self._log_unseen()
-        deadline = self._deadline(None)
+        deadline = None
         while True:
             with self._lock:
                 if self._closed:
                     raise Closed(f"{self.name} is closed.")
                 if len(self._pending) < self._maxinflight:
-                    return self._enqueue(Future(self, method), value, rows)
-            wire.pack(wire.CALL, 0, value, 0, method, rows)  # too large a value does not wait
+                    return self._enqueue(method, _Request(value, rows, time.monotonic()))
+            # Too large a value does not wait.
+            wire.pack(wire.CALL, 0, value.encoded(), 0, method, rows)
+            deadline = deadline or self._deadline(None)
             if not self._progress(lambda: len(self._pending) < self._maxinflight, deadline):
                 raise Timeout(
                     f"{len(self._pending)} calls of {self.name} are unanswered by {self._server}, "
                     f"so {method!r} was not sent."
                 )
 
-    def _send_block(self, method: str, block: Block) -> Future | None:
-        """Send the only call, as it was sent before; None if it needs `_send_call`."""
-        with self._lock:
-            welcome, link, call = self._welcome, self._connection.direct_link(), self._prepared
-            if link is None or welcome is None or self._pending or self._closed:
-                return None
-            if call is None or not call.is_for(block, method, welcome.incarnation):
-                call = self._prepared = PreparedCall(block, method, welcome.incarnation)
-            number = self._number + 1
-            header = call.header(number)
-            if not link.send_prepared(header, block.frames):
-                return None
-            self._number, now = number, time.monotonic()
-            future = self._pending[number] = Future(self, method)
-            future.request = _Request(block, block.rows, now, welcome.incarnation, now)
-            self._counts["requests"] += 1
-            self._counts["bytes_out"] += len(header) + sum(map(len, block.frames))
-            if link.waiting:
-                self._send_later()
-            return future
-
-    def _enqueue(self, future: Future, value: Encoded, rows: int) -> Future:
-        number, welcome = self._number + 1, self._welcome
-        to = welcome.incarnation if welcome else 0
-        frames = wire.pack(wire.CALL, number, value, to, future.method, rows)  # unless too large
+    def _enqueue(self, method: str, request: _Request) -> Future:
+        if type(request.value) is Encoded:
+            request.value = self._connection.keep(request.value)
+        number, to = self._number + 1, self._welcome.incarnation if self._welcome else 0
+        frames = request.pack(number, to, method)  # raises if it is too large
         self._number = number
-        value = self._connection.keep(value)
-        frames[1:] = value.frames
-        future.request = _Request(value, rows, time.monotonic())
-        self._pending[number] = future
+        future = self._pending[number] = Future(self, method, request)
         self._counts["requests"] += 1
         if to:
-            self._send_frames(future.request, frames, to)
+            self._send_frames(request, frames, to)
         else:
             self._send_later()
         return future
@@ -393,9 +371,7 @@ class Client:
     def _send(self, number: int, future: Future, welcome: Welcome) -> None:
         request: _Request = future.request
         to = welcome.incarnation
-        value = request.value.encoded() if isinstance(request.value, Block) else request.value
-        frames = wire.pack(wire.CALL, number, value, to, future.method, request.rows)
-        self._send_frames(request, frames, to)
+        self._send_frames(request, request.pack(number, to, future.method), to)
 
     def _send_frames(self, request: _Request, frames: list[Any], to: int) -> None:
         if not self._connection.send(frames):
@@ -411,35 +387,6 @@ class Client:
 
     # --- receiving -------------------------------------------------------------------------------
 
-    def _receive_reply(self, future: Future, timeout: float | None) -> bool:
-        """Wait for the only call's answer, and take it if it is like the one before. False if it
-        needs `_progress`: what has come is something else."""
-        with self._lock:
-            link, pending = self._connection.direct_link(), self._pending
-            if link is None or self._receiving or self._closed or not self._welcome:
-                return False
-            number = self._number
-            if len(pending) != 1 or pending.get(number) is not future:
-                return False
-            limit = self._timeout if timeout is None else timeout
-            self._receiving = True
-            self._lock.release()
-            try:
-                came = self._connection.poll(limit)
-            finally:
-                self._lock.acquire()
-                self._receiving = False
-                self._notify_waiters()
-            if not came:
-                return True
-            value = link.receive_reply(number)
-            if value is None:
-                return False
-            del pending[number]
-            self._counts["replies"] += 1
-            future._resolve(value)
-            return True
-
     def _progress(self, done: Callable[[], bool], deadline: float) -> bool:
         """Move the connection along until `done` or the deadline; returns whether it is done.
 
@@ -452,12 +399,11 @@ class Client:
                 if self._closed:
                     raise Closed(f"{self.name} is closed.")
                 if not self._receiving:
-                    self._connection.collect()
-                    if self._connection.events:
-                        self._handle(self._connection.events.popleft())
+                    if event := self._connection.next():
+                        self._handle(event)
                         self._notify_waiters()
                         continue
-                    if self._expire():
+                    if not self._welcome and self._expire():
                         continue
                 if last_look:
                     return done()
@@ -472,7 +418,8 @@ class Client:
             return True
 
     def _sleep(self, timeout: float) -> None:
-        timeout = min(timeout, self._next_expiry())
+        if not self._welcome:
+            timeout = min(timeout, self._next_expiry())
         self._receiving = True
         self._lock.release()
         try:
@@ -582,8 +529,8 @@ class Client:
             self._send_later()
 
     def _next_expiry(self) -> float:
-        """Seconds until a call has waited too long for a connection."""
-        if self._welcome or not self._pending:
+        """Seconds until a call has waited too long, while there is no connection."""
+        if not self._pending:
             return _FOREVER
         oldest: float = next(iter(self._pending.values())).request.created
         return max(0.0, max(oldest, self._down_since) + self._patience - time.monotonic())

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -63,9 +64,12 @@ class Encoded(msgspec.Struct, frozen=True, gc=False):
     blob: bytes
     frames: list[Buffer]
 
+    def encoded(self) -> Encoded:
+        return self
+
     def snapshot(self) -> Encoded:
         """The same, holding on to no memory of the caller's."""
-        return self.with_frames([bytes(f) for f in self.frames]) if self.frames else self
+        return self.with_frames([bytes(frame) for frame in self.frames])
 
     def with_frames(self, frames: list[Buffer]) -> Encoded:
         """The same with copies of its frames."""
@@ -241,9 +245,9 @@ class Leaf:
     frame: int  # its number, or -1 for a place in the blob
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Schema:
-    """A parsed and validated structure."""
+    """A parsed and validated structure. The same object for messages that are alike."""
 
     node: Any
     leaves: tuple[Leaf, ...]
@@ -255,13 +259,9 @@ class Schema:
     images: frozenset[int]
     """The numbers of frames that are arrays of uint8."""
     bools: tuple[Leaf, ...]
-    never_set: int
-    """The bits of the blob, as one number, that are 0 because a bool is 0 or 1; 0 if the blob is
-    too large for that."""
 
 
 _unpack = msgspec.msgpack.Decoder().decode
-_schemas: dict[bytes, Schema] = {}
 
 
 def parse_schema(data: bytes) -> Schema:
@@ -270,15 +270,8 @@ def parse_schema(data: bytes) -> Schema:
     Raises:
         MessageError: The schema is not one that `encode` makes.
     """
-    schema = _schemas.get(data)
-    if schema is None:
-        schema = _parse(data)
-        # Structures repeat. Ever new or huge ones cost their parsing, and no memory.
-        if len(data) <= MAX_KEPT:
-            if len(_schemas) >= MAX_SCHEMAS:
-                _schemas.clear()
-            _schemas[data] = schema
-    return schema
+    # Structures repeat. Huge ones cost their parsing each time, and no memory.
+    return _known_schema(data) if len(data) <= MAX_KEPT else _parse(data)
 
 
 def _parse(data: bytes) -> Schema:
@@ -287,40 +280,28 @@ def _parse(data: bytes) -> Schema:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as problem:
         raise MessageError(f"A schema cannot be read: {problem}") from None
     parser = _Parser()
-    node = parser.node(raw, ())
+    node, leaves = parser.node(raw, ()), parser.leaves
     return Schema(
         node,
-        tuple(parser.leaves),
+        tuple(leaves),
         tuple(parser.plain_paths),
         parser.blob_size,
         tuple(parser.frame_sizes),
-        _flat(node, parser),
-        frozenset(x.frame for x in parser.leaves if x.kind == ARRAY and x.dtype is _UINT8),
-        *_find_bools(parser),
+        _flat(node, leaves),
+        frozenset(leaf.frame for leaf in leaves if leaf.kind == ARRAY and leaf.dtype is _UINT8),
+        tuple(leaf for leaf in leaves if leaf.dtype is _BOOL),
     )
 
 
-def _flat(node: Any, parser: _Parser) -> tuple[tuple[str, Leaf], ...]:
-    if node is None or node[0] != DICT or len(node[1]) != len(parser.leaves):
-        return ()
-    keys = {(key,) for key in node[1]}
-    if {leaf.path for leaf in parser.leaves} != keys or not all(
-        leaf.kind == ARRAY and leaf.count and leaf.frame < 0 for leaf in parser.leaves
-    ):
-        return ()
-    return tuple((leaf.path[0], leaf) for leaf in parser.leaves)
+_known_schema = lru_cache(MAX_SCHEMAS)(_parse)
 
 
-def _find_bools(parser: _Parser) -> tuple[tuple[Leaf, ...], int]:
-    """The leaves of bools that are looked at one by one, and the bits of all the others."""
-    bools = [leaf for leaf in parser.leaves if leaf.dtype is _BOOL and leaf.count]
-    if parser.blob_size > SMALL:
-        return tuple(bools), 0
-    bits = bytearray(parser.blob_size)
-    for leaf in bools:
-        if leaf.frame < 0:
-            bits[leaf.offset : leaf.offset + leaf.nbytes] = leaf.nbytes * b"\xfe"
-    return tuple(leaf for leaf in bools if leaf.frame >= 0), int.from_bytes(bits, "little")
+def _flat(node: Any, leaves: Sequence[Leaf]) -> tuple[tuple[str, Leaf], ...]:
+    if node is None or node[0] != DICT or any(child != (ARRAY,) for child in node[2]):
+        return ()
+    if any(leaf.frame >= 0 or not leaf.count for leaf in leaves):
+        return ()
+    return tuple(zip(node[1], leaves, strict=True))
 
 
 class _Parser:
@@ -450,26 +431,17 @@ def check_data(
         or tuple(map(len, frames)) != schema.frame_sizes
     ):
         raise MessageError("The data of a message does not have the size its schema announces.")
-    odd = schema.never_set and int.from_bytes(blob, "little") & schema.never_set
-    single = schema.bools and any(
-        _bytes(leaf, blob, frames).strip(b"\0\1") for leaf in schema.bools
-    )
-    if odd or single:
-        # numpy counts and combines others wrongly.
-        raise MessageError("A bool in a message is neither 0 nor 1.")
-
-
-def decode_leaves(schema: Schema, blob: Buffer, frames: Sequence[Buffer]) -> list[Any]:
-    """The array-like leaves of a message whose data was checked, in the schema's order.
-
-    Raises:
-        MessageError: A text is not valid.
-    """
-    return [decode_leaf(leaf, blob, frames) for leaf in schema.leaves]
+    for leaf in schema.bools:
+        if _bytes(leaf, blob, frames).strip(b"\0\1"):  # numpy counts and combines others wrongly
+            raise MessageError("A bool in a message is neither 0 nor 1.")
 
 
 def decode_leaf(leaf: Leaf, blob: Buffer, frames: Sequence[Buffer]) -> Any:
-    """One of them."""
+    """One array-like leaf of a message whose data was checked.
+
+    Raises:
+        MessageError: It is a text, and not valid.
+    """
     if leaf.kind == ARRAY or leaf.kind == SCALAR:
         array = _array(leaf, blob, frames)
         if leaf.frame >= 0:
@@ -514,8 +486,7 @@ def decode(schema: bytes, plain: Sequence[Plain], blob: Buffer, frames: Sequence
         return {
             key: np.ndarray(leaf.shape, leaf.dtype, blob, leaf.offset) for key, leaf in parsed.flat
         }
-    leaves = decode_leaves(parsed, blob, frames) if parsed.leaves else ()
-    return assemble(parsed, plain, leaves)
+    return assemble(parsed, plain, [decode_leaf(leaf, blob, frames) for leaf in parsed.leaves])
 
 
 def _assemble(node: Any, plain: Any, leaves: Any) -> Any:

@@ -1,7 +1,7 @@
 """One client's connection: finding the server, connecting, greeting, noticing loss.
 
-Touched by one thread at a time, under the client's lock; see `client`. What it learns it puts into
-`events`, in order: `Welcome` when a server has greeted back, `Lost` when the connection to it has
+Touched by one thread at a time, under the client's lock; see `client`. `next` tells what has
+happened, in order: `Welcome` when a server has greeted back, `Lost` when the connection to it has
 ended, and messages. How bytes travel is the link's part: `local` within a machine, `remote` between
 machines.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import select
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +18,8 @@ import msgspec
 
 from dreamfleet.transport import local, wire
 from dreamfleet.transport.address import Address, endpoints, parse
-from dreamfleet.transport.codec import Encoded, encode
-from dreamfleet.transport.errors import (
-    AddressError,
-    Disconnected,
-    MessageError,
-)
+from dreamfleet.transport.codec import Buffer, Encoded, encode
+from dreamfleet.transport.errors import AddressError, Disconnected, MessageError
 from dreamfleet.transport.local import LocalLink
 from dreamfleet.transport.remote import RemoteLink
 from dreamfleet.transport.security import Keys, RoleKey
@@ -86,27 +81,121 @@ class Connection:
     def __init__(
         self, address: str | Callable[[], str], keys: Keys | RoleKey | None, waker: Waker
     ) -> None:
-        self.events: deque[Event] = deque()
         self.problem = NO_SERVER
         self.bytes_in = 0
-        self._address: Address | None = None
-        self._find: Callable[[], str] | None = None
-        if isinstance(address, str):
-            self._address = parse(address)
-        else:
-            self._find = address
-        self._keys = keys
-        self._waker = waker
+        self._find = None if isinstance(address, str) else address
+        self._address = parse(address) if isinstance(address, str) else None
+        self._keys, self._waker, self._wake_descriptor = keys, waker, waker.fileno()
+        self._link: Link | None = None  # None: the last attempt has failed
         self._greeted = False
+        self._retry_at = _FOREVER
         self._pause = _FIRST_PAUSE_SECONDS
         self._away_since = time.monotonic()
         self._turn = 0  # which of the server's endpoints is tried
-        self._open(self._locate())
+        self._open()
 
     @property
     def address(self) -> str:
         """Where the server is; empty while that is unknown."""
         return self._address.text if self._address else ""
+
+    def send(self, frames: list[Buffer]) -> bool:
+        """Send a message; False if the connection has ended, which `next` tells then."""
+        if self._link is not None and self._link.send(frames):
+            return True
+        self._waker.wake()
+        return False
+
+    def keep(self, value: Encoded) -> Encoded:
+        """A value that stays as it is now, whatever its arrays are used for later."""
+        if not value.frames:
+            return value
+        kept = self._link.keep(value.frames) if type(self._link) is LocalLink else None
+        return value.with_frames(kept) if kept else value.snapshot()
+
+    def memory(self, size: int) -> Memory | None:
+        """Memory whose content `send` does not copy, if there is some."""
+        return self._link.memory(size) if type(self._link) is LocalLink else None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something that was sent waits until there is room for it."""
+        return self._link is not None and self._link.waiting
+
+    def greet(self) -> None:
+        """Have the server greet back, after it has read what was sent before."""
+        self.send(wire.pack(wire.HELLO, 0, encode(None)))
+
+    def sleep(self, timeout: float) -> None:
+        """Wait for something to read, a wake-up or the end of `timeout` seconds. Touches no
+        socket, so another thread may send meanwhile."""
+        if self._retry_at != _FOREVER:
+            timeout = min(timeout, max(0.0, self._retry_at - time.monotonic()))
+        limit = None if timeout == _FOREVER else 1000 * timeout
+        for descriptor, events in self._poller.poll(limit):
+            if descriptor == self._wake_descriptor:
+                self._waker.clear()
+            elif self._link:
+                self._link.notice(descriptor, events)
+
+    @property
+    def readable(self) -> bool:
+        """Whether a message waits that `sleep` may not notice."""
+        return self._link is not None and self._link.readable
+
+    def next(self) -> Event | None:
+        """What has happened next, if anything."""
+        while True:
+            told = self._link.take() if self._link else None
+            if type(told) is list:
+                return self._read(told)
+            if isinstance(told, wire.Change):
+                if told.connected:
+                    self.problem = "it accepts connections but sends no greeting"
+                    self.greet()
+                elif self._greeted:
+                    return self._lose()
+                else:
+                    self.problem = told.problem or self.problem
+                    self._hang_up()
+                    self._retry_at = min(self._retry_at, time.monotonic() + self._pause)
+            elif self._retry_at <= time.monotonic():
+                self._retry()
+            else:
+                return None
+
+    def close(self, linger: int | None = None) -> None:
+        if self._link:
+            self._link.close(linger)
+
+    # --- messages --------------------------------------------------------------------------------
+
+    def _read(self, message: list[Any]) -> Event:
+        self.bytes_in += sum(map(len, message))
+        try:
+            header = wire.unpack(message[0] if message else b"")
+            if header.kind != wire.WELCOME:
+                return Message(header, message[1:])
+            welcome = self._welcome(header, message[1:])
+        except MessageError as problem:
+            return problem
+        self._greeted = True
+        self._retry_at, self._pause = _FOREVER, _FIRST_PAUSE_SECONDS
+        return welcome
+
+    def _welcome(self, header: wire.Header, frames: list[Any]) -> Welcome:
+        try:
+            welcome = msgspec.convert(wire.value_of(header, frames), Welcome)
+        except msgspec.ValidationError as problem:
+            raise MessageError(f"The greeting of {self.address} is not valid: {problem}") from None
+        if welcome.protocol != wire.PROTOCOL:
+            raise MessageError(
+                f"{welcome.name} at {self.address} speaks protocol {welcome.protocol} and "
+                f"this client {wire.PROTOCOL}: use the same version of Dreamfleet on both sides."
+            )
+        return welcome
+
+    # --- attempts to connect ---------------------------------------------------------------------
 
     def _locate(self) -> Address | None:
         """Where the server is now, or None while that is unknown."""
@@ -125,23 +214,20 @@ class Connection:
             self.problem = f"its address cannot be found: {problem!r}"
         return None
 
-    def _open(self, address: Address | None) -> None:
-        self._address = address
-        self._link: Link | None = None
-        self._failed = False  # the attempt has, or the connection has ended
-        self._retry_at = time.monotonic() + self._pause if self._find else _FOREVER
-        self._poller = select.poll()
-        self._poller.register(self._waker.fileno(), select.POLLIN)
+    def _open(self) -> None:
+        """Make an attempt where the server is now. What was queued for another one is forgotten:
+        whether it is sent again is decided call by call."""
+        self._hang_up()
+        self._address = self._locate()
         try:
-            self._link = self._connect(address) if address else None
+            self._link = self._connect(self._address) if self._address else None
         except Disconnected as problem:
             self.problem = str(problem)
-            self._try_again()
         if self._link:
             self._link.register(self._poller)
-        # A local connection is made at once, or never. libzmq signals when it has made one.
-        if isinstance(self._link, LocalLink) and (change := self._link.change()):
-            self._on_change(change)
+        # While an attempt is under way, the server may move.
+        waits = self._link is not None and self._find is None
+        self._retry_at = _FOREVER if waits else time.monotonic() + self._pause
 
     def _connect(self, address: Address) -> Link | None:
         if address.kind != "tcp":
@@ -159,150 +245,30 @@ class Connection:
             self.problem = str(problem).rstrip(".")
             return None
 
-    def send(self, frames: list[Any]) -> bool:
-        """Send a message; False if the connection has ended, which is lost then."""
-        if self._link is not None and self._link.send(frames):
-            return True
-        self._try_again()
-        self._waker.wake()
-        return False
+    def _hang_up(self) -> None:
+        self.close(linger=0)
+        self._link = None
+        self._poller = select.poll()
+        self._poller.register(self._wake_descriptor, select.POLLIN)
 
-    def keep(self, value: Encoded) -> Encoded:
-        """A value that stays as it is now, whatever its arrays are used for later."""
-        if not value.frames:
-            return value
-        kept = self._link.keep(value.frames) if self._link else None
-        return value.snapshot() if kept is None else value.with_frames(kept)
-
-    def memory(self, size: int) -> Memory | None:
-        """Memory whose content `send` does not copy, if there is some."""
-        return self._link.memory(size) if type(self._link) is LocalLink else None
-
-    @property
-    def waiting(self) -> bool:
-        """Whether something that was sent waits until there is room for it."""
-        return self._link is not None and self._link.waiting
-
-    def greet(self) -> None:
-        """Have the server greet back, after it has read what was sent before."""
-        self.send(wire.pack(wire.HELLO, 0, encode(None)))
-
-    def direct_link(self) -> LocalLink | None:
-        """The link, if it is within the machine and has nothing to do but to carry a call."""
-        link = self._link
-        if type(link) is LocalLink and link.idle and not self.events and self._retry_at == _FOREVER:
-            return link
-        return None
-
-    def poll(self, timeout: float | None) -> bool:
-        """Wait as `sleep` does; returns whether something has come."""
-        return bool(self._poller.poll(None if timeout is None else 1000 * timeout))
-
-    def sleep(self, timeout: float) -> None:
-        """Wait for something to read, a wake-up or the end of `timeout` seconds. Touches no
-        socket, so another thread may send meanwhile."""
-        timeout = min(timeout, max(0.0, self._retry_at - time.monotonic()))
-        for descriptor, events in self._poller.poll(
-            None if timeout == _FOREVER else 1000 * timeout
-        ):
-            if descriptor == self._waker.fileno():
-                self._waker.clear()
-            if self._link:  # a wake-up may stand for a signal that a send has swallowed
-                self._link.notice(descriptor, events)
-
-    @property
-    def readable(self) -> bool:
-        """Whether a message waits that `sleep` may not notice."""
-        return self._link is not None and self._link.readable
-
-    def collect(self) -> None:
-        """Turn what has come into events, one at a time."""
-        link = self._link
-        while link and link is self._link and not self.events:
-            # A change may send, so it comes before the look at what has come.
-            if change := link.change():
-                self._on_change(change)
-            elif (message := link.receive()) is not None:
-                self._read(message)
-            elif not link.has_changed:
-                break
-        if not self.events and self._retry_at <= time.monotonic():
-            if self._greeted:
-                self._lose()
-            else:
-                self._retry()
-
-    def _on_change(self, change: wire.Change) -> None:
-        if change.connected:
-            self.problem = "it accepts connections but sends no greeting"
-            self.greet()
-        elif self._greeted:
-            self._lose()
-        else:
-            self.problem = change.problem or self.problem
-            self._try_again()
-
-    def close(self, linger: int | None = None) -> None:
-        if self._link:
-            self._link.close(linger)
-
-    def _read(self, message: list[Any]) -> None:
-        self.bytes_in += sum(map(len, message))
-        try:
-            header = wire.unpack(message[0] if message else b"")
-            if header.kind == wire.WELCOME:
-                self.events.append(self._welcome(header, message[1:]))
-                self._greeted = True
-                self._retry_at, self._pause = _FOREVER, _FIRST_PAUSE_SECONDS
-            else:
-                self.events.append(Message(header, message[1:]))
-        except MessageError as problem:
-            self.events.append(problem)
-
-    def _welcome(self, header: wire.Header, frames: list[Any]) -> Welcome:
-        try:
-            welcome = msgspec.convert(wire.value_of(header, frames), Welcome)
-        except msgspec.ValidationError as problem:
-            raise MessageError(f"The greeting of {self.address} is not valid: {problem}") from None
-        if welcome.protocol != wire.PROTOCOL:
-            raise MessageError(
-                f"{welcome.name} at {self.address} speaks protocol {welcome.protocol} and "
-                f"this client {wire.PROTOCOL}: use the same version of Dreamfleet on both sides."
-            )
-        return welcome
-
-    def _try_again(self) -> None:
-        """Make another attempt after a pause: at the name's next number, if it has several."""
-        self._failed = True
-        self._retry_at = min(self._retry_at, time.monotonic() + self._pause)
-
-    def _lose(self) -> None:
-        if self._link:
-            for message in self._link.drain():  # what was answered before the end still counts
-                self._read(message)
+    def _lose(self) -> Lost:
         self.problem = "the connection was lost"
         self._greeted = False
         self._away_since = time.monotonic()
-        self.events.append(Lost(self.address))
-        # What was queued for the old server is forgotten: whether it is sent again is decided call
-        # by call.
-        self._reopen(self._locate())
+        lost = Lost(self.address)
+        self._open()
+        return lost
 
     def _retry(self) -> None:
-        """Try again where the server is now, unless an attempt there is under way."""
+        """Try again, at the name's next number if it has several, unless an attempt is under way
+        where the server is now."""
         # A tenth of the time that it has been away: a server that is restarted is found at once.
-        self._pause = min(
-            max(_FIRST_PAUSE_SECONDS, (time.monotonic() - self._away_since) / 10),
-            _MAX_PAUSE_SECONDS,
-        )
-        address = self._locate()
-        if self._failed:
+        away = time.monotonic() - self._away_since
+        self._pause = min(max(_FIRST_PAUSE_SECONDS, away / 10), _MAX_PAUSE_SECONDS)
+        if self._link is None:
             self._turn += 1
-        if self._failed or address != self._address:
-            self._reopen(address)
+            self._open()
+        elif self._locate() != self._address:
+            self._open()
         else:
             self._retry_at = time.monotonic() + self._pause
-
-    def _reopen(self, address: Address | None) -> None:
-        self.close(linger=0)
-        self._open(address)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import select
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from dreamfleet.transport.address import Address
 from dreamfleet.transport.codec import Buffer
@@ -12,16 +12,7 @@ from dreamfleet.transport.security import Caller, Identity
 from dreamfleet.transport.slab import Memory
 
 FOREVER = float("inf")
-
-
-class Poller(Protocol):
-    """What `select.epoll` and `select.poll` have in common."""
-
-    def register(self, descriptor: int, events: int, /) -> None: ...
-
-    def modify(self, descriptor: int, events: int, /) -> None: ...
-
-    def unregister(self, descriptor: int, /) -> None: ...
+Poller: TypeAlias = "select.epoll | select.poll"
 
 
 class Origin(ABC):
@@ -51,6 +42,8 @@ class Listener(ABC):
     """Where clients connect."""
     refused = 0
     """Connections that were refused for their key."""
+    ended = 0
+    """Connections that were ended, for what they did."""
 
     @property
     @abstractmethod
@@ -82,21 +75,17 @@ class Listener(ABC):
         """Whether a peer is connected."""
 
     @abstractmethod
-    def hang_up(self, origin: Origin) -> bool:
-        """End the connection of a peer; whether it was there."""
+    def hang_up(self, origin: Origin) -> None:
+        """End the connection of a peer, if it is there."""
 
-    def on_due(self) -> int:
-        """Look after connections; returns how many were ended."""
-        return 0
-
-    def is_revoked(self, name: str) -> bool:  # noqa: ARG002 - only remote clients have names
-        """Whether the name that a key stands for is revoked."""
-        return False
+    def on_due(self) -> None:
+        """Look after connections."""
+        return
 
     def readable(self) -> bool:
         """Whether a message waits that the poller may not report."""
         return False
 
     @abstractmethod
-    def closer(self) -> Callable[[], None]:
-        """What gives everything back. It does not hold on to the server, which may be forgotten."""
+    def close(self) -> None:
+        """Give everything back."""

@@ -24,30 +24,26 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from typing import Any
-
-from numpy.typing import NDArray
 
 from dreamfleet.transport import wire
 from dreamfleet.transport.address import Address, clean_up, file_identity, prepare
 from dreamfleet.transport.codec import Buffer
 from dreamfleet.transport.errors import AddressError, Disconnected, MessageError
 from dreamfleet.transport.listening import FOREVER, Listener, Origin, Poller
-from dreamfleet.transport.prepared import ReplyLayout
 from dreamfleet.transport.security import RUN, Identity
 from dreamfleet.transport.slab import (
     LEAST_SHARED,
     MAX_SLAB,
-    SHARED_FROM,
     Memory,
     Slab,
     SlabView,
     aligned_total,
-    consecutive,
 )
 
 AVAILABLE = sys.platform == "linux"
@@ -56,14 +52,12 @@ SHARING = True
 
 _MESSAGE, _PART, _SLAB, _SLAB_READY = range(4)
 _HEAD = struct.Struct("<4I")  # kind and count, and two numbers of that kind
+_TABLE_ROW = struct.Struct("<2I")  # of each frame: its size, and its place in a slot
 _KIND_SHIFT = 24
 _COUNT_MASK = (1 << _KIND_SHIFT) - 1
-_INSIDE = (1 << 32) - 1  # the place of a frame that is not in a slot
-_NO_SLOT = (1 << 32) - 1
+_NONE = (1 << 32) - 1  # no slot; the place of a frame that is not in a slot
 _ALIGN = 16
 _PADDING = bytes(_ALIGN)
-
-_REPLY_START = _HEAD.size + _ALIGN  # of the only frame in a packet
 
 _SOCKET_BYTES = 212_992  # that every Linux grants; packets may have nearly twice that
 _MAX_PACKET = 2 * _SOCKET_BYTES - 4096
@@ -94,6 +88,8 @@ class LocalSocket:
         self._largest = min(_MAX_PACKET, granted - 4096)
         self._buffer = bytearray(_MAX_PACKET) if buffer is None else buffer
         self._outbox: deque[tuple[bytes, Slab | None]] = deque()
+        self._poller: Poller | None = None
+        self._watched = False  # the poller tells when there is room for more
         self._parts: list[bytes] = []
         self._parts_size = 0
         self._slab: Slab | None = None  # of what is sent
@@ -101,12 +97,16 @@ class LocalSocket:
         self._slab_limit = MAX_SLAB // 2 if SHARING else 0  # bytes; a larger slab was denied
         self._view: SlabView | None = None  # of what is received
         self._view_number = 0
-        self._put_back: tuple[bytes, list[tuple[int, int, bytes]]] | None = None
         self.ended = False
         """Whether the other side has closed it, and everything was read."""
 
     def fileno(self) -> int:
         return self._socket.fileno()
+
+    def register(self, poller: Poller) -> None:
+        """Have a poller report what is to be read, and room for what waits."""
+        self._poller = poller
+        poller.register(self.fileno(), _IN)
 
     @property
     def waiting(self) -> bool:
@@ -120,19 +120,13 @@ class LocalSocket:
         does not read."""
         if len(self._outbox) >= _MAX_WAITING:
             return False
-        sizes = [len(frame) for frame in frames]
-        slot, places = -1, [-1] * len(sizes)
-        if max(sizes) >= SHARED_FROM:
-            slot = self._share(frames, sizes, places)
-            frames = [f for f, place in zip(frames, places, strict=True) if place < 0]
-        first = _MESSAGE << _KIND_SHIFT | len(sizes)
-        head = _HEAD.pack(first, self._slab_number, slot & _NO_SLOT, 0)
-        packed, total = _packed_sizes(tuple(sizes), tuple(places))
-        parts: list[Buffer] = [head, packed]
-        for frame in frames:
-            parts.append(frame)
-            if padding := -len(frame) % _ALIGN:
-                parts.append(_PADDING[:padding])
+        slot, places = self._share(frames[1:]) if len(frames) > 1 else (-1, ())
+        table, paddings, total = _layout(tuple(map(len, frames)), (-1, *places))
+        first = _MESSAGE << _KIND_SHIFT | len(frames)
+        parts: list[Buffer] = [_HEAD.pack(first, self._slab_number, slot & _NONE, 0), table]
+        for frame, padding in zip(frames, paddings, strict=True):
+            if padding is not None:
+                parts += (frame, padding)
         if total > self._largest:
             return self._send_parts(b"".join(parts))
         if len(parts) > _MAX_BUFFERS:
@@ -156,63 +150,34 @@ class LocalSocket:
             return slab.fill(frames)
         return [f if place >= 0 else bytes(f) for f, place in zip(frames, places, strict=True)]
 
-    def send_prepared(self, header: bytes, frames: Sequence[Buffer]) -> bool:
-        """Send a message of the usual size, in few steps; False if it needs `send`."""
-        sizes, paddings, total = _prepared(len(header), tuple(map(len, frames)))
-        if self._outbox or total > self._largest:
-            return False
-        slot = _NO_SLOT
-        parts: list[Buffer] = [b"", sizes, header, paddings[0]]
-        if len(paddings) == 1 and frames:
-            slab = self._slab
-            if slab is None or not self._slab_ready:
-                return False
-            slot, places = slab.find(frames)
-            if slot < 0 and (copies := slab.fill(frames)):
-                slot, places = slab.find(copies)
-            if places != consecutive(tuple(map(len, frames))):
-                return False
-            slab.send(slot)
-        else:
-            for frame, padding in zip(frames, paddings[1:], strict=True):
-                parts += (frame, padding)
-        first = _MESSAGE << _KIND_SHIFT | 1 + len(frames)
-        parts[0] = _HEAD.pack(first, self._slab_number, slot, 0)
-        try:
-            self._socket.sendmsg(parts, (), sockets.MSG_NOSIGNAL)
-        except BlockingIOError:
-            self._outbox.append((b"".join(parts), None))
-        except OSError:
-            return False
-        return True
-
     def flush(self) -> None:
         """Send what waits, as far as there is room."""
-        while self._outbox and self._transmit([self._outbox[0][0]], self._outbox[0][1]):
-            self._outbox.popleft()
+        with suppress(OSError):  # the end is noticed by reading
+            while self._outbox and self._transmit([self._outbox[0][0]], self._outbox[0][1]):
+                self._outbox.popleft()
+        self._watch()
 
-    def _share(self, frames: Sequence[Buffer], sizes: list[int], places: list[int]) -> int:
-        """Fill in where in a slot the frames outside of the packet lie; returns the slot, or -1."""
-        large = [index for index, size in enumerate(sizes) if size >= SHARED_FROM]
-        total = aligned_total(sizes[index] for index in large)
-        if not LEAST_SHARED <= total <= self._slab_limit:
-            return -1
-        slab = self._slab
-        if slab is None or slab.slot_bytes < total:
-            self._offer(total)
-            return -1
-        if not self._slab_ready:
-            return -1
-        chosen: Sequence[Buffer] = [frames[index] for index in large]
-        slot, found = slab.find(chosen)
-        if slot < 0:
-            copies = slab.fill(chosen)
-            if copies is None:
-                return -1
-            slot, found = slab.find(copies)
-        for index, place in zip(large, found, strict=True):
-            places[index] = place
-        return slab.send(slot)
+    def _watch(self) -> None:
+        if self._poller and self._watched != self.waiting:
+            self._watched = self.waiting
+            self._poller.modify(self.fileno(), _IN_OUT if self.waiting else _IN)
+
+    def _share(self, frames: Sequence[Buffer]) -> tuple[int, list[int]]:
+        """Let frames lie in shared memory: the slot, and the place of each in it, -1 for one that
+        is not there. A slot of -1 if all have to travel in the packet."""
+        total = aligned_total(map(len, frames))
+        if LEAST_SHARED <= total <= self._slab_limit:
+            slab = self._slab
+            if slab is None or slab.slot_bytes < total:
+                self._offer(total)
+            elif self._slab_ready:
+                slot, places = slab.find(frames)
+                if slot < 0 and (copies := slab.fill(frames)):
+                    slot, places = slab.find(copies)
+                if slot >= 0:
+                    slab.send(slot)
+                    return slot, places
+        return -1, [-1] * len(frames)
 
     def _offer(self, total: int) -> None:
         """Send the descriptor of shared memory. It is used once the other side has mapped it."""
@@ -236,17 +201,19 @@ class LocalSocket:
         return sent
 
     def _push(self, parts: Sequence[Buffer], slab: Slab | None = None) -> bool:
+        """Send a packet, now or as soon as there is room; False if the other side has gone."""
         try:
             if not self._outbox and self._transmit(parts, slab):
                 return True
         except OSError:
             return False
         self._outbox.append((b"".join(parts), slab))
+        self._watch()
         return True
 
     def _transmit(self, parts: Sequence[Buffer], slab: Slab | None) -> bool:
         """Hand a packet to the kernel; False if there is no room for it."""
-        ancillary: list[Any] = []
+        ancillary: Sequence[Any] = ()
         if slab is not None:
             descriptor = struct.pack("i", slab.descriptor)
             ancillary = [(sockets.SOL_SOCKET, sockets.SCM_RIGHTS, descriptor)]
@@ -265,8 +232,7 @@ class LocalSocket:
     def receive(self) -> list[Buffer] | None:
         """The frames of the next message; an empty list for one that is malformed, None if there is
         none now."""
-        packet, ancillary = self._put_back or self._receive_packet()
-        self._put_back = None
+        packet, ancillary = self._receive_packet()
         if not packet:
             return None
         descriptors = list(_descriptors(ancillary)) if ancillary else []
@@ -296,7 +262,10 @@ class LocalSocket:
         first, number, more, _ = _HEAD.unpack_from(packet)
         kind, amount = first >> _KIND_SHIFT, first & _COUNT_MASK
         if kind == _MESSAGE:
-            return self._frames(packet, amount, number, more)
+            frames, shared = _unpack_frames(packet, amount)
+            if shared:
+                self._fill_in(frames, shared, number, more)
+            return frames
         if kind == _PART:
             self._parts.append(packet[_HEAD.size :])
             self._parts_size += len(packet)
@@ -305,10 +274,9 @@ class LocalSocket:
             if not amount:
                 return None
             whole, self._parts, self._parts_size = b"".join(self._parts), [], 0
-            first, number, more, _ = _HEAD.unpack_from(whole)
-            if first >> _KIND_SHIFT != _MESSAGE:
+            if _HEAD.unpack_from(whole)[0] >> _KIND_SHIFT != _MESSAGE:
                 raise MessageError("Only messages come in parts.")
-            return self._frames(whole, first & _COUNT_MASK, number, more)
+            return self._take(whole, [])
         if kind == _SLAB:
             self._map(number, more, descriptors)
         elif kind == _SLAB_READY:
@@ -327,15 +295,15 @@ class LocalSocket:
             return
         self._push([_HEAD.pack(_SLAB_READY << _KIND_SHIFT, number, 0, 0)])
 
-    def _frames(self, packet: bytes, amount: int, number: int, slot: int) -> list[Buffer]:
-        frames, shared = _unpack_frames(packet, amount)
-        if shared:
-            if self._view is None or number != self._view_number:
-                raise MessageError("A message refers to memory that was not shared.")
-            views = self._view.frames(slot, list(shared.values()))
-            for index, frame in zip(shared, views, strict=True):
-                frames[index] = frame
-        return frames
+    def _fill_in(
+        self, frames: list[Buffer], shared: dict[int, tuple[int, int]], number: int, slot: int
+    ) -> None:
+        """Put the frames that are not inside a packet into their places."""
+        if self._view is None or number != self._view_number:
+            raise MessageError("A message refers to memory that was not shared.")
+        views = self._view.frames(slot, list(shared.values()))
+        for index, frame in zip(shared, views, strict=True):
+            frames[index] = frame
 
     def close(self) -> None:
         self._outbox.clear()
@@ -344,26 +312,17 @@ class LocalSocket:
 
 
 @lru_cache(maxsize=256)
-def _packed_sizes(sizes: tuple[int, ...], places: tuple[int, ...]) -> tuple[bytes, int]:
-    """Sizes and places of frames as they stand in a packet, and the bytes of the packet. A place of
-    -1 is inside."""
-    pairs = zip(sizes, places, strict=True)
-    words = [word for size, place in pairs for word in (size, place & _INSIDE)]
-    packed = struct.pack(f"<{len(words)}I", *words)
-    packed += _PADDING[: -len(packed) % _ALIGN]
-    inside = [size for size, place in zip(sizes, places, strict=True) if place < 0]
-    return packed, _HEAD.size + len(packed) + sum(size + -size % _ALIGN for size in inside)
-
-
-@lru_cache(maxsize=256)
-def _prepared(header: int, frames: tuple[int, ...]) -> tuple[bytes, tuple[bytes, ...], int]:
-    """For a message with frames of these sizes: the sizes as they stand in its packet, what follows
-    each frame that is inside, and the bytes of the packet."""
-    shared = aligned_total(frames) >= LEAST_SHARED
-    places = consecutive(frames) if shared else [-1] * len(frames)
-    words, total = _packed_sizes((header, *frames), (-1, *places))
-    inside = (header, *(() if shared else frames))
-    return words, tuple(_PADDING[: -size % _ALIGN] for size in inside), total
+def _layout(
+    sizes: tuple[int, ...], places: tuple[int, ...]
+) -> tuple[bytes, tuple[bytes | None, ...], int]:
+    """For a message with frames of these sizes at these places: its table of both, what follows
+    each frame, and the bytes of the packet. Places of -1 are inside; nothing follows the others."""
+    pairs = list(zip(sizes, places, strict=True))
+    table = b"".join(_TABLE_ROW.pack(size, place & _NONE) for size, place in pairs)
+    table += _PADDING[: -len(table) % _ALIGN]
+    paddings = tuple(_PADDING[: -size % _ALIGN] if at < 0 else None for size, at in pairs)
+    inside = sum(size + -size % _ALIGN for size, at in pairs if at < 0)
+    return table, paddings, _HEAD.size + len(table) + inside
 
 
 def _unpack_frames(packet: bytes, amount: int) -> tuple[list[Buffer], dict[int, tuple[int, int]]]:
@@ -375,27 +334,19 @@ def _unpack_frames(packet: bytes, amount: int) -> tuple[list[Buffer], dict[int, 
     """
     if not 0 < amount <= wire.MAX_FRAMES or len(packet) < _HEAD.size + 8 * amount:
         raise MessageError("A packet without frames, or with too many.")
-    view, frames, shared = memoryview(packet), list[Buffer](), dict[int, tuple[int, int]]()
-    start = _HEAD.size + 8 * amount + -8 * amount % _ALIGN
-    words = struct.unpack_from(f"<{2 * amount}I", packet, _HEAD.size)
-    for index, (size, place) in enumerate(zip(words[::2], words[1::2], strict=True)):
-        if place != _INSIDE:
-            shared[index] = place, size
-            frames.append(b"")
-        else:
+    frames: list[Buffer] = []
+    shared: dict[int, tuple[int, int]] = {}
+    view, start = memoryview(packet), _HEAD.size + 8 * amount + -8 * amount % _ALIGN
+    for size, place in _TABLE_ROW.iter_unpack(view[_HEAD.size : _HEAD.size + 8 * amount]):
+        if place == _NONE:
             frames.append(view[start : start + size])
             start += size + -size % _ALIGN
+        else:
+            shared[len(frames)] = place, size
+            frames.append(b"")
     if start != len(packet):
         raise MessageError("A packet does not have the size that it announces.")
     return frames, shared
-
-
-def _reply_layout(packet: bytes) -> ReplyLayout | None:
-    """The layout of a packet, if it has a single frame."""
-    if len(packet) < _REPLY_START or _HEAD.unpack_from(packet)[0] != _MESSAGE << _KIND_SHIFT | 1:
-        return None
-    end = _REPLY_START + int.from_bytes(packet[_HEAD.size : _HEAD.size + 4], "little")
-    return ReplyLayout.of(packet, _REPLY_START, end) if end <= len(packet) else None
 
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> Iterator[int]:
@@ -443,7 +394,7 @@ class LocalListener(Listener):
             self._listener.close()
             raise AddressError(f"{name} cannot bind {address.text}: {problem}.") from None
         self.file = file_identity(address)
-        self._poller: Poller | None = None
+        self._poller: Poller  # which reports everything that happens here
         self._accept_at = FOREVER  # when connections are accepted again
         self._numbers = count(1)
         self._by_peer: dict[bytes, LocalOrigin] = {}
@@ -464,7 +415,7 @@ class LocalListener(Listener):
     def notice(self, descriptor: int, events: int) -> None:
         if origin := self._by_descriptor.get(descriptor):
             if events & select.POLLOUT:
-                self._flush(origin)
+                origin.socket.flush()
             if events & ~select.POLLOUT:
                 self._readable.append(descriptor)
         elif descriptor == self._listener.fileno():
@@ -479,17 +430,11 @@ class LocalListener(Listener):
                 return origin, frames
             if origin.socket.ended:
                 self._drop(origin)
-            elif origin.socket.waiting:
-                self._watch(origin)
         return None
 
     def send(self, peer: bytes, frames: list[Buffer]) -> bool:
         origin = self._by_peer.get(peer)
-        if origin is None or not origin.socket.send(frames):
-            return False
-        if origin.socket.waiting:
-            self._watch(origin)
-        return True
+        return origin is not None and origin.socket.send(frames)
 
     def memory(self, peer: bytes, size: int) -> Memory | None:
         origin = self._by_peer.get(peer)
@@ -503,22 +448,17 @@ class LocalListener(Listener):
         poller.register(origin.socket.fileno(), 0)
         return not poller.poll(0)  # which tells of nothing but the end
 
-    def hang_up(self, origin: Origin) -> bool:
+    def hang_up(self, origin: Origin) -> None:
         known = self._by_peer.get(origin.peer)
         if known is not None:
+            self.ended += 1
             self._drop(known)
-        return known is not None
 
-    def on_due(self) -> int:
+    def on_due(self) -> None:
         self._accept_at = FOREVER
-        if self._poller:
-            self._poller.register(self._listener.fileno(), _IN)
-        return 0
+        self._poller.register(self._listener.fileno(), _IN)
 
-    def closer(self) -> Callable[[], None]:
-        return self._close
-
-    def _close(self) -> None:
+    def close(self) -> None:
         clean_up(self.address, self.file)  # while the address is still ours
         self._listener.close()
         for origin in list(self._by_peer.values()):
@@ -532,11 +472,10 @@ class LocalListener(Listener):
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError:  # there are no files left
-            if self._poller:
-                self._poller.unregister(self._listener.fileno())
+            self._poller.unregister(self._listener.fileno())
             self._accept_at = time.monotonic() + _ACCEPT_PAUSE_SECONDS
             return
-        if len(self._by_peer) >= self._most or self._poller is None:
+        if len(self._by_peer) >= self._most:
             socket.close()
             return
         credentials = socket.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, 12)
@@ -544,25 +483,12 @@ class LocalListener(Listener):
         peer = str(next(self._numbers)).encode()
         origin = LocalOrigin(peer, LocalSocket(socket, self._buffer), f"process {process}")
         self._by_peer[peer] = self._by_descriptor[socket.fileno()] = origin
-        self._poller.register(socket.fileno(), _IN)
-
-    def _watch(self, origin: LocalOrigin) -> None:
-        if self._poller:
-            self._poller.modify(origin.socket.fileno(), _IN_OUT)
-
-    def _flush(self, origin: LocalOrigin) -> None:
-        try:
-            origin.socket.flush()
-        except OSError:
-            return  # the end is noticed by reading
-        if not origin.socket.waiting and self._poller:
-            self._poller.modify(origin.socket.fileno(), _IN)
+        origin.socket.register(self._poller)
 
     def _drop(self, origin: LocalOrigin) -> None:
         descriptor = origin.socket.fileno()
         del self._by_peer[origin.peer], self._by_descriptor[descriptor]
-        if self._poller:
-            self._poller.unregister(descriptor)
+        self._poller.unregister(descriptor)
         origin.socket.close()
 
 
@@ -589,86 +515,29 @@ class LocalLink(LocalSocket):
             text = _REFUSALS.get(problem.errno or 0, f"its socket file cannot be used: {problem}")
             raise Disconnected(text) from None
         super().__init__(made)
-        self._change: wire.Change | None = wire.Change(connected=True)
-        self._readable = self._watched = self._told = False
-        self._poller: Poller | None = None
-        self._layout: ReplyLayout | None = None
-
-    def register(self, poller: Poller) -> None:
-        self._poller = poller
-        poller.register(self.fileno(), _IN)
+        self._is_new = True
+        self._readable = False
 
     def notice(self, descriptor: int, events: int) -> None:
         if descriptor == self.fileno():
             self._readable |= bool(events & ~select.POLLOUT)
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether `change` has something to tell that was not there before."""
-        return self.ended and not self._told
-
-    def change(self) -> wire.Change | None:
-        """What has happened to the connection, if anything."""
-        if self.has_changed:
-            self._told = True
-            return wire.Change(connected=False)
-        change, self._change = self._change, None
-        return change
-
-    def send(self, frames: Sequence[Buffer]) -> bool:
-        if not super().send(frames):
-            self._readable = True  # reading finds the end
-            return False
-        self._watch()
-        return True
-
-    def receive(self) -> list[Any] | None:
-        """The next message, if there is one."""
-        if self.waiting:
-            try:
-                self.flush()
-            except OSError:
-                self._readable = True
-            self._watch()
+    def take(self) -> list[Any] | wire.Change | None:
+        """What has happened next: a message, or a change of the connection."""
+        if self._is_new:
+            self._is_new = False
+            return wire.Change(connected=True)
+        if self._outbox:
+            self.flush()
         if not self._readable:
             return None
         self._readable = False
-        return super().receive()
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing waits to be sent, read or told."""
-        return not (self._outbox or self._readable or self.ended or self._change)
-
-    def receive_reply(self, number: int) -> dict[str, NDArray[Any]] | None:
-        """The reply to this call, if the next packet is like the last reply; None if it needs
-        `receive`."""
-        packet, ancillary = self._receive_packet()
-        if self._layout and (value := self._layout.read(packet, number)) is not None:
-            return value
-        self._readable = True
-        if packet:
-            self._put_back = packet, ancillary
-            self._layout = _reply_layout(packet)
-        return None
-
-    def drain(self) -> Iterator[list[Any]]:
-        """What the server had sent before it went."""
-        while not self.ended:
-            message = super().receive()
-            if message is not None:
-                yield message
-            elif not self.ended:
-                return
+        message = self.receive()
+        return wire.Change(connected=False) if message is None and self.ended else message
 
     def close(self, linger: int | None = None) -> None:
         del linger  # what was sent is in the other side's socket
         super().close()
-
-    def _watch(self) -> None:
-        if self._poller and (self.waiting or self._watched):
-            self._watched = self.waiting
-            self._poller.modify(self.fileno(), _IN_OUT if self.waiting else _IN)
 
 
 _REFUSALS = {

@@ -20,7 +20,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -70,37 +70,12 @@ class Options(TypedDict, total=False):
     revoked: Revoked | None
 
 
-class Handler(ABC):
-    """What a loop asks its server, under the lock."""
-
-    @abstractmethod
-    def on_call(self, origin: Origin, header: wire.Header, frames: Sequence[Any]) -> None:
-        """Take a call; hands what must run to `Loop.submit`."""
-
-    @abstractmethod
-    def repeatable(self, role: str) -> list[str]:
-        """The methods that may be called twice, among those that a role may call."""
-
-    @abstractmethod
-    def roles(self) -> Collection[str]:
-        """The roles that may call something."""
-
-    @abstractmethod
-    def deadline(self) -> float:
-        """When `on_due` wants to be called, if at all."""
-
-    @abstractmethod
-    def on_due(self) -> None:
-        """Called at the deadline, and whenever a job has ended."""
-
-
-class Loop:
-    """Receives calls, runs jobs, sends answers.
+class Loop(ABC):
+    """What all servers are: it receives calls, runs jobs, sends answers.
 
     Args:
         address: Where to listen: a port or a socket file.
         name: Shown in errors, logs and thread names.
-        handler: The server.
         keys: The run key.
         options: See `BaseServer`.
     """
@@ -108,18 +83,11 @@ class Loop:
     most_faults = 10
     """Wrong messages and calls of a connection, which is then ended."""
 
-    def __init__(
-        self,
-        address: str,
-        name: str,
-        handler: Handler,
-        keys: Keys | None,
-        options: Options,
-    ) -> None:
+    def __init__(self, address: str, name: str, keys: Keys | None, options: Options) -> None:
         self.name = name
-        self._handler = handler
-        self.lock = threading.Lock()
-        self.counts: Counter[str] = Counter()
+        self._roles: set[str] = set()  # that may call something
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
         self._incarnation = secrets.randbits(62) + 1
         self._inflight: Counter[bytes] = Counter()
         self._faults: Counter[bytes] = Counter()
@@ -127,9 +95,9 @@ class Loop:
         self._reading = threading.Lock()  # held by the thread that reads
         self._reader: threading.Thread | None = None  # holds the lock above
         self._single = False  # at most one job runs at a time
-        self.threads: list[threading.Thread] = []
+        self._threads: list[threading.Thread] = []
         self._asleep_until = -FOREVER  # the reader is asleep until then, unless woken
-        self.stopping = self._released = False
+        self._stopping = self._released = False
         self._waker, self._poller = Waker(), _Poller()
         try:
             self._listener = self._listen(parse(address), keys, options)
@@ -138,21 +106,17 @@ class Loop:
             raise
         # Also for a server that is forgotten before it is started.
         self._release = weakref.finalize(
-            self, _release, self._waker, self._poller, self._listener.closer()
+            self, _release, self._waker, self._poller, self._listener.close
         )
         self._release.atexit = False
-        self._poller.register(self._waker.fileno(), select.POLLIN)
+        self._wake_descriptor = self._waker.fileno()
+        self._poller.register(self._wake_descriptor, select.POLLIN)
         self._listener.register(self._poller)
 
     @property
     def address(self) -> str:
         """Where clients connect."""
         return self._listener.address.text
-
-    @property
-    def refused(self) -> int:
-        """Connections that were refused for their key."""
-        return self._listener.refused
 
     def _listen(self, address: Address, keys: Keys | None, options: Options) -> Listener:
         if not (address.loopback or keys or options.get("insecure")):
@@ -166,46 +130,64 @@ class Loop:
             address,
             self.name,
             keys if address.kind == "tcp" else None,
-            self._handler.roles,
+            self._roles,
             options.get("identify"),
             options.get("revoked"),
         )
 
+    # --- what a server does with calls, under the lock -------------------------------------------
+
+    @abstractmethod
+    def _on_call(self, origin: Origin, header: wire.Header, frames: Sequence[Any]) -> None:
+        """Take a call; hands what must run to `_submit`."""
+
+    @abstractmethod
+    def _repeatable(self, role: str) -> list[str]:
+        """The methods that may be called twice, among those that a role may call."""
+
+    def _deadline(self) -> float:
+        """When `_on_due` wants to be called, if at all."""
+        return FOREVER
+
+    def _on_due(self) -> None:
+        """Called at the deadline, and whenever a job has ended."""
+        return
+
     # --- start and end ---------------------------------------------------------------------------
 
-    def start(self, workers: int) -> None:
+    def _start_threads(self, workers: int) -> None:
         """Start with room for so many jobs at a time, and one thread more to read."""
         self._single = workers == 1
-        self.threads = [
+        self._threads = [
             threading.Thread(target=self._run, name=f"{self.name}-{index}", daemon=True)
             for index in range(workers + 1)
         ]
-        for thread in self.threads:
+        for thread in self._threads:
             thread.start()
 
-    def close(self, timeout: float = 5.0) -> None:
+    def _stop(self, timeout: float = 5.0) -> None:
         """Let running jobs end and send their answers, then give everything back."""
-        with self.lock:
-            self.stopping = True
-        self._waker.wake()
+        with self._lock:
+            self._stopping = True
+            self._waker.wake()
         deadline = time.monotonic() + timeout
         self._stop_reading()  # this may be a method that closes its own server
         # A reader stops at once, but a method that a reader runs itself may take any time.
         if self._reading.acquire(timeout=max(timeout, _READER_STOP_SECONDS)):
             self._reading.release()  # from here on no thread reads
-        for thread in self.threads:
+        for thread in self._threads:
             # A method may close its server before the last thread has been started.
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
                 if thread.is_alive():
                     log.warning("%s is still busy after %.0f s: abandoned.", thread.name, timeout)
-        with self.lock:
+        with self._lock:
             self._released = True
             self._release()
 
     # --- under the lock --------------------------------------------------------------------------
 
-    def submit(self, queue: WorkQueue, job: Job) -> None:
+    def _submit(self, queue: WorkQueue, job: Job) -> None:
         """Have a job run as soon as its queue allows."""
         if queue.running < queue.limit:
             queue.running += 1
@@ -213,58 +195,54 @@ class Loop:
         else:
             queue.waiting.append(job)
 
-    def reply(self, peer: bytes, frames: list[Any]) -> None:
+    def _reply(self, peer: bytes, frames: list[Any]) -> None:
         """Answer a call."""
         self._forget_call(peer)
-        self.counts["replies"] += 1
+        self._counts["replies"] += 1
         self._send(peer, frames)
 
-    def leave(self, peer: bytes, number: int) -> None:
+    def _leave(self, peer: bytes, number: int) -> None:
         """Leave a call to the server's successor; with 0, drop it."""
         self._forget_call(peer)
         if number:
             self._send(peer, wire.pack(wire.STALE, number, encode(None)))
 
     def _forget_call(self, peer: bytes) -> None:
-        self.counts["inflight"] -= 1
+        self._counts["inflight"] -= 1
         count = self._inflight[peer] - 1
         if count > 0:
             self._inflight[peer] = count
         else:
             del self._inflight[peer]
 
-    def wake_reader(self) -> None:
+    def _wake_reader(self) -> None:
         """After a change made by a thread that does not read: wake the reader if it has to act."""
         if self._asleep_until > -FOREVER and (
             self._ready
-            or self._handler.deadline() < self._asleep_until
+            or self._deadline() < self._asleep_until
             or (not self._released and self._listener.readable())
         ):
             self._asleep_until = -FOREVER
             self._waker.wake()
 
-    def memory(self, peer: bytes, size: int) -> Memory | None:
+    def _answer_memory(self, peer: bytes, size: int) -> Memory | None:
         """Memory whose content an answer to this peer does not copy, if there is some."""
-        with self.lock:
+        with self._lock:
             return None if self._released else self._listener.memory(peer, size)
-
-    def connected(self, peer: bytes) -> bool:
-        """Whether a peer is connected."""
-        return self._listener.connected(peer)
 
     def _send(self, peer: bytes, frames: list[Any]) -> None:
         if self._released:
             return
         if self._listener.send(peer, frames):
-            self.counts["bytes_out"] += sum(map(len, frames))
+            self._counts["bytes_out"] += sum(map(len, frames))
         else:
             # The client has disconnected, or does not read its answers.
-            self.counts["undelivered"] += 1
+            self._counts["undelivered"] += 1
 
     # --- taking turns at reading -----------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self.stopping:
+        while not self._stopping:
             self._reading.acquire()
             self._reader = threading.current_thread()
             task = self._read()
@@ -286,8 +264,8 @@ class Loop:
         noticed: list[tuple[int, int]] = []
         left = _MAX_READ
         while True:
-            with self.lock:
-                if self.stopping:
+            with self._lock:
+                if self._stopping:
                     return None
                 try:
                     left -= self._receive(noticed, left)
@@ -296,9 +274,9 @@ class Loop:
                 noticed = []
                 if self._ready:
                     return self._ready.popleft()
-                now, deadline = time.monotonic(), self._handler.deadline()
+                now, deadline = time.monotonic(), self._deadline()
                 if deadline <= now:
-                    self._handler.on_due()
+                    self._on_due()
                     continue
                 deadline = min(deadline, self._listener.due)
                 if left > 0:
@@ -311,7 +289,8 @@ class Loop:
             timeout = None if deadline == FOREVER else max(0.0, deadline - now) * _POLL_UNIT
             noticed = self._poller.poll(timeout)
             self._asleep_until = -FOREVER
-            self._waker.clear()
+            if any(descriptor == self._wake_descriptor for descriptor, _ in noticed):
+                self._waker.clear()
 
     def _perform(self, queue: WorkQueue, job: Job) -> tuple[WorkQueue, Job] | None:
         """Run a job; returns the next one, if there is one to run right away."""
@@ -321,16 +300,16 @@ class Loop:
         except BaseException:
             log.exception("%s: a job failed to handle its own failure.", self.name)
         queue.quick = time.monotonic() - start < _QUICK_SECONDS
-        with self.lock:
-            if self.stopping:
+        with self._lock:
+            if self._stopping:
                 return None
             if queue.waiting:
                 task: tuple[WorkQueue, Job] | None = (queue, queue.waiting.popleft())
             else:
                 queue.running -= 1
-                self._handler.on_due()
+                self._on_due()
                 task = self._ready.popleft() if self._ready else None
-            self.wake_reader()
+            self._wake_reader()
             return task
 
     def _receive(self, noticed: list[tuple[int, int]], most: int) -> int:
@@ -340,7 +319,7 @@ class Loop:
         for descriptor, events in noticed:
             listener.notice(descriptor, events)
         if listener.due <= time.monotonic():
-            self.counts["ended"] += listener.on_due()
+            listener.on_due()
         while count < most and not self._ready and (message := listener.receive()):
             count += 1
             self._take(*message)
@@ -348,9 +327,9 @@ class Loop:
 
     def _take(self, origin: Origin, frames: list[Any]) -> None:
         """Take a message, whatever it is."""
-        self.counts["bytes_in"] += sum(map(len, frames))
-        if self._unwelcome(origin):
-            self.counts["ended"] += self._listener.hang_up(origin)
+        self._counts["bytes_in"] += sum(map(len, frames))
+        if self._faults and self._faults[origin.peer] >= self.most_faults:
+            self._listener.hang_up(origin)
             return
         try:
             self._handle(origin, frames)
@@ -362,7 +341,7 @@ class Loop:
             self._refuse(origin.peer, problem)
 
     def _refuse(self, peer: bytes, problem: Exception) -> None:
-        self.counts["malformed"] += 1
+        self._counts["malformed"] += 1
         self._send(peer, wire.pack_error(0, type(problem).__name__, str(problem)))
         self._blame(peer)
 
@@ -379,37 +358,32 @@ class Loop:
         if header.to != self._incarnation:
             self._send(peer, wire.pack(wire.STALE, header.id, encode(None)))
             return
-        self.counts["requests"] += 1
-        self.counts["inflight"] += 1
+        self._counts["requests"] += 1
+        self._counts["inflight"] += 1
         self._inflight[peer] += 1
         if self._inflight[peer] > wire.MAX_INFLIGHT:
             text = f"More than {wire.MAX_INFLIGHT} requests are in flight."
-            self.reject(peer, header.id, MessageError(text), blame=False)
-        elif self.counts["inflight"] > wire.MAX_HELD:
+            self._reject(peer, header.id, MessageError(text), blame=False)
+        elif self._counts["inflight"] > wire.MAX_HELD:
             text = f"{self.name} holds {wire.MAX_HELD} requests and takes no more."
-            self.reject(peer, header.id, MessageError(text), blame=False)
+            self._reject(peer, header.id, MessageError(text), blame=False)
         else:
             try:
                 own = own_frames(parse_schema(header.schema), frames[1:])
-                self._handler.on_call(origin, header, own)
+                self._on_call(origin, header, own)
             except Exception as problem:
                 if not isinstance(problem, TransportError):  # a bug of ours
                     log.exception("%s: a call could not be handled.", self.name)
-                self.reject(peer, header.id, problem)
+                self._reject(peer, header.id, problem)
 
-    # --- who misbehaves, and who is not welcome any more ------------------------------------------
+    # --- who misbehaves --------------------------------------------------------------------------
 
-    def reject(self, peer: bytes, number: int, problem: Exception, *, blame: bool = True) -> None:
+    def _reject(self, peer: bytes, number: int, problem: Exception, *, blame: bool = True) -> None:
         """Answer a call with an error, and count that it should not have been made."""
-        self.counts["errors"] += 1
-        self.reply(peer, wire.pack_error(number, type(problem).__name__, str(problem)))
+        self._counts["errors"] += 1
+        self._reply(peer, wire.pack_error(number, type(problem).__name__, str(problem)))
         if blame and not isinstance(problem, Occupied):
             self._blame(peer)
-
-    def _unwelcome(self, origin: Origin) -> bool:
-        if self._faults and self._faults[origin.peer] >= self.most_faults:
-            return True
-        return self._listener.is_revoked(origin.identity.name)
 
     def _blame(self, peer: bytes) -> None:
         """Count a fault of a peer. Once there are too many, its next message ends the connection:
@@ -424,7 +398,7 @@ class Loop:
             "name": self.name,
             "incarnation": self._incarnation,
             "limit": wire.MAX_INFLIGHT,
-            "repeatable": self._handler.repeatable(origin.identity.role),
+            "repeatable": self._repeatable(origin.identity.role),
         }
 
 

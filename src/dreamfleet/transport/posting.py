@@ -34,7 +34,7 @@ class PostQueue:
         lock: The server's lock.
         gather: Seconds that the oldest info waits for more to share its call.
         post_rows: Rows that end this wait, and the most rows of a call with more than one info.
-        backlog: No batch is started while so many rows are outstanding.
+            No batch is started while twice as many are outstanding.
         on_error: Told every error of `postfn`.
         on_room: Called (lock) when the backlog is no longer full, so batches may be started.
     """
@@ -46,7 +46,6 @@ class PostQueue:
         lock: threading.Lock,
         gather: float,
         post_rows: int,
-        backlog: int,
         on_error: Callable[[BaseException], None] | None,
         on_room: Callable[[], None],
     ) -> None:
@@ -54,7 +53,7 @@ class PostQueue:
         self.errors = 0
         self.rows = 0  # outstanding: of batches that were started and not yet passed on
         self._postfn, self._on_error, self._on_room = postfn, on_error, on_room
-        self._gather, self._post_rows, self._backlog = gather, post_rows, backlog
+        self._gather, self._post_rows = gather, post_rows
         self._changed = threading.Condition(lock)
         self._started = 0  # the number that the next batch gets
         self._next = 0  # the number of the batch whose info is next
@@ -72,7 +71,7 @@ class PostQueue:
     @property
     def full(self) -> bool:
         """(lock) Whether too much is outstanding to start another batch."""
-        return self.rows >= self._backlog
+        return self.rows >= 2 * self._post_rows
 
     def reserve(self, rows: int) -> int:
         """(lock) Count a batch that is started; returns its place in the order."""

@@ -13,8 +13,7 @@ import select
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import zmq
@@ -46,7 +45,6 @@ _get = zmq.backend.Socket.get
 _EVENTS = zmq.SocketOption.EVENTS
 
 _TRUSTED = Identity(RUN)
-_MAX_REMEMBERED = 4096  # connections that may be revoked
 _REVOKED_CHECK_SECONDS = 1.0  # between two looks at what is revoked
 _NO_RECONNECT = 3_600_000  # ms; without reconnection libzmq drops answers that it has received
 _CONNECT_TIMEOUT = 3000  # ms; then there is another attempt, at the name's next number
@@ -166,13 +164,13 @@ class RemoteListener(Listener):
         address: Address,
         name: str,
         keys: Keys | None,
-        roles: Callable[[], Collection[str]],
+        roles: Collection[str],
         identify: Identify | None,
         revoked: Revoked | None,
     ) -> None:
         self._name, self._revoked = name, revoked if keys else None
-        self._ended: dict[bytes, int] = {}  # descriptors of peers that were hung up on
-        self._invited: dict[bytes, tuple[str, int, str]] = {}  # name, descriptor, address
+        self._ending: set[int] = set()  # descriptors of connections that were hung up on
+        self._named: dict[int, RemoteOrigin] = {}  # by descriptor: who was invited
         self._read_by: dict[int, int] = {}  # bytes of messages since the guard looked
         self._noticed = True  # there may be events; descriptors only tell of changes
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -231,24 +229,28 @@ class RemoteListener(Listener):
         while self._authenticator and readable(self._authenticator.socket):
             self.refused += not self._authenticator.answer()
         while event := next_event(self._monitor):
-            if self._guard and event[0] == zmq.Event.ACCEPTED:
-                self._guard.accepted(event[1])
+            kind, descriptor = event
+            self._ending.discard(descriptor)
+            self._named.pop(descriptor, None)
+            if self._guard and kind == zmq.Event.ACCEPTED:
+                self._guard.accepted(descriptor)
             elif self._guard:
-                self._guard.closed(event[1])
+                self._guard.closed(descriptor)
 
     def receive(self) -> tuple[Origin, list[Any]] | None:
         if self._noticed:
             self._noticed = False
             self._follow_connections()
-        message = receive(self._socket)
-        if message is None:
-            return None
-        frame, frames = message
-        origin = self._origin(frame)
-        if self._guard:
-            size = sum(map(len, frames)) + self._part_cost * len(frames)
-            self._read_by[origin.descriptor] = self._read_by.get(origin.descriptor, 0) + size
-        return origin, frames
+        while message := receive(self._socket):
+            frame, frames = message
+            origin = self._origin(frame)
+            if self._guard:
+                size = sum(map(len, frames)) + self._part_cost * len(frames)
+                self._read_by[origin.descriptor] = self._read_by.get(origin.descriptor, 0) + size
+            if not (self._authenticator and origin.identity.name in self._authenticator.revoked):
+                return origin, frames
+            self.hang_up(origin)  # it came after the name was revoked
+        return None
 
     def _origin(self, frame: zmq.Frame) -> RemoteOrigin:
         """Who a message is from. What its key stands for was found out when it connected."""
@@ -256,11 +258,10 @@ class RemoteListener(Listener):
             return RemoteOrigin(frame, _TRUSTED)
         identity = self._authenticator.identities[str(frame.get("User-Id"))]
         origin = RemoteOrigin(frame, identity)
-        if identity.name and origin.peer not in self._invited:
-            # What it takes to end the connection when the name is revoked.
-            if len(self._invited) >= _MAX_REMEMBERED:
-                self._invited = {p: kept for p, kept in self._invited.items() if self.connected(p)}
-            self._invited[origin.peer] = (identity.name, origin.descriptor, origin.address)
+        if identity.name:
+            known = self._named.get(origin.descriptor)
+            if known is None or known.peer != origin.peer:
+                self._named[origin.descriptor] = origin
         return origin
 
     def send(self, peer: bytes, frames: list[Buffer]) -> bool:
@@ -281,58 +282,39 @@ class RemoteListener(Listener):
     def readable(self) -> bool:
         return readable(self._socket)
 
-    def hang_up(self, origin: Origin) -> bool:
+    def hang_up(self, origin: Origin) -> None:
         descriptor = origin.descriptor if isinstance(origin, RemoteOrigin) else -1
         # What it had sent until then still comes.
-        if self._ended.get(origin.peer) == descriptor:
-            return False
-        return self._hang_up(origin.peer, descriptor, origin.address)
+        if descriptor not in self._ending and self.connected(origin.peer):
+            shut_down(descriptor, self.address.port, origin.address)
+            self._ending.add(descriptor)
+            self.ended += 1
 
-    def _hang_up(self, peer: bytes, descriptor: int, address: str) -> bool:
-        if not self.connected(peer):
-            return False
-        shut_down(descriptor, self.address.port, address)
-        if len(self._ended) >= _MAX_REMEMBERED:
-            self._ended.clear()
-        self._ended[peer] = descriptor
-        return True
-
-    def is_revoked(self, name: str) -> bool:
-        return bool(name and self._authenticator and name in self._authenticator.revoked)
-
-    def on_due(self) -> int:
+    def on_due(self) -> None:
         """End the connections of those who were revoked, and those that hold more of unfinished
         messages than they may."""
-        now, ended = time.monotonic(), 0
+        now = time.monotonic()
         self._follow_connections()
         if self._guard and self._guard.due <= now:
-            ended += self._guard.check(self._read_by)
+            self.ended += self._guard.check(self._read_by)
             self._read_by.clear()
         if self._revoked and self._authenticator and self._revoked_at <= now:
             self._revoked_at = now + _REVOKED_CHECK_SECONDS
-            ended += self._end_revoked(self._revoked, self._authenticator)
-        return ended
+            self._end_revoked(self._revoked, self._authenticator)
 
-    def _end_revoked(self, revoked: Revoked, authenticator: Authenticator) -> int:
-        ended = 0
+    def _end_revoked(self, revoked: Revoked, authenticator: Authenticator) -> None:
         try:
             authenticator.revoked = frozenset(revoked())
         except Exception:
             log.exception("%s: the revoked names cannot be read.", self._name)
-        for peer, (name, descriptor, address) in list(self._invited.items()):
-            if name in authenticator.revoked:
-                ended += self._hang_up(peer, descriptor, address)
-                del self._invited[peer]
-        return ended
+        for origin in list(self._named.values()):
+            if origin.identity.name in authenticator.revoked:
+                self.hang_up(origin)
 
-    def closer(self) -> Callable[[], None]:
-        return partial(_close, self._sockets, self._context)
-
-
-def _close(sockets: list[zmq.Socket[bytes]], context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    for socket in sockets:
-        socket.close()
-    context.term()  # which waits until all sockets are closed
+    def close(self) -> None:
+        for socket in self._sockets:
+            socket.close()
+        self._context.term()  # which waits until all sockets are closed
 
 
 # --- clients -------------------------------------------------------------------------------------
@@ -365,8 +347,6 @@ class RemoteLink:
         AddressError: It is no address to connect to.
     """
 
-    has_changed = False
-    """Whether `change` has something to tell that was not there before."""
     waiting = False
     """Whether something that was sent waits for room; libzmq sees to that."""
 
@@ -387,7 +367,6 @@ class RemoteLink:
         self._monitor = monitor(self._socket, _MONITORED)
         self._monitor_ready = True  # its descriptor only tells of changes after this
         self._changes: deque[wire.Change] = deque()
-        self._messages = True  # there may be some; the descriptor only tells of changes
         self._attempt_at = time.monotonic()
         try:
             self._socket.connect(endpoint)
@@ -407,14 +386,15 @@ class RemoteLink:
 
     def notice(self, descriptor: int, events: int) -> None:
         del events
-        self._messages = True
         if descriptor == self._monitor.fileno():
             self._monitor_ready = True
 
-    def change(self) -> wire.Change | None:
-        """What has happened to the connection, if anything."""
+    def take(self) -> list[Any] | wire.Change | None:
+        """What has happened next: a message, or a change of the connection."""
         if self._monitor_ready:
             self._read_monitor()
+        if message := receive(self._socket):  # what came before the end of a connection, first
+            return [message[0].bytes, *message[1]]
         return self._changes.popleft() if self._changes else None
 
     def _read_monitor(self) -> None:
@@ -430,35 +410,17 @@ class RemoteLink:
         self._read_monitor()  # libzmq takes messages also for a server that has gone
         if any(not change.connected for change in self._changes):
             return False
-        self._messages = True  # because sending may swallow the signal of one that came
         try:
             send(self._socket, frames)
-        except zmq.Again:
+        except zmq.Again:  # it reads nothing
+            self._changes.append(wire.Change(connected=False))
             return False
         return True
-
-    def keep(self, frames: list[Buffer]) -> list[Buffer] | None:
-        del frames  # libzmq copies them once more
-        return None
 
     @property
     def readable(self) -> bool:
         """Whether a message waits that a poller may not report."""
         return readable(self._socket)
-
-    def receive(self) -> list[Any] | None:
-        """The next message, if there is one."""
-        message = receive(self._socket) if self._messages else None
-        if message is None:
-            self._messages = False
-            return None
-        first, frames = message
-        return [first.bytes, *frames]
-
-    def drain(self) -> Iterator[list[Any]]:
-        """What the server had sent before it went."""
-        while message := receive(self._socket):
-            yield [message[0].bytes, *message[1]]
 
     def close(self, linger: int | None = None) -> None:
         self._socket.disable_monitor()

@@ -115,16 +115,16 @@ class Keys:
         secret = hashlib.blake2b(
             role.encode(), key=self.secret, digest_size=_SIZE, person=b"dreamfleet-role"
         ).digest()
-        return RoleKey(role, z85.decode(self._server[0]), secret)
+        return self._key(role, secret)
 
     def invite(self, role: str) -> RoleKey:
         """Another key for this role; servers ask `Identify` what its `public` stands for."""
-        return RoleKey(role, z85.decode(self._server[0]), secrets.token_bytes(_SIZE))
+        return self._key(role, secrets.token_bytes(_SIZE))
 
     def identity(self, public: bytes, roles: Collection[str]) -> Identity | None:
         """What the public key of a client stands for, if it belongs to the run key or is derived
         from it for one of these roles."""
-        if secrets.compare_digest(public, z85.decode(self._client[0])):
+        if secrets.compare_digest(public, self._client.public):
             return Identity(RUN)
         for role in roles:
             if secrets.compare_digest(public, _public_of(self, role)):
@@ -133,19 +133,20 @@ class Keys:
 
     @cached_property
     def _server(self) -> tuple[bytes, bytes]:
-        return self._pair(b"server")
+        """Public and secret."""
+        secret = z85.encode(self._derive(b"serve"))
+        return zmq.curve_public(secret), secret
 
     @cached_property
-    def _client(self) -> tuple[bytes, bytes]:
-        return self._pair(b"client")
+    def _client(self) -> RoleKey:
+        return self._key(RUN, self._derive(b"clien"))
 
-    def _pair(self, role: bytes) -> tuple[bytes, bytes]:
-        secret = z85.encode(
-            hashlib.blake2b(
-                self.secret, digest_size=_SIZE, person=b"dreamfleet-" + role[:5]
-            ).digest()
-        )
-        return zmq.curve_public(secret), secret
+    def _derive(self, use: bytes) -> bytes:
+        person = b"dreamfleet-" + use
+        return hashlib.blake2b(self.secret, digest_size=_SIZE, person=person).digest()
+
+    def _key(self, role: str, secret: bytes) -> RoleKey:
+        return RoleKey(role, z85.decode(self._server[0]), secret)
 
     def protect_server(self, socket: zmq.Socket[bytes]) -> None:
         """Make a socket, before it is bound, accept encrypted connections only."""
@@ -154,8 +155,7 @@ class Keys:
 
     def protect_client(self, socket: zmq.Socket[bytes]) -> None:
         """Make a socket, before it connects, prove the key and demand proof."""
-        socket.curve_serverkey = self._server[0]
-        socket.curve_publickey, socket.curve_secretkey = self._client
+        self._client.protect_client(socket)
 
 
 @lru_cache(maxsize=64)
@@ -251,7 +251,7 @@ class Authenticator:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         keys: Keys,
-        roles: Callable[[], Collection[str]],
+        roles: Collection[str],
         identify: Identify | None,
     ) -> None:
         self._keys, self._roles, self._identify = keys, roles, identify
@@ -277,8 +277,7 @@ class Authenticator:
         return found is not None
 
     def _find(self, public: bytes) -> Identity | None:
-        roles = self._roles()
-        found = self._keys.identity(public, roles)
+        found = self._keys.identity(public, self._roles)
         if found is None and self._identify is not None:
             try:
                 found = self._identify(public)
@@ -289,6 +288,6 @@ class Authenticator:
             except Exception:
                 log.exception("A client is refused, because its key cannot be looked up.")
                 return None
-            if found and (found.role not in roles or found.name in self.revoked):
+            if found and (found.role not in self._roles or found.name in self.revoked):
                 return None
         return found

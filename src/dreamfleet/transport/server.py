@@ -21,8 +21,8 @@ from dreamfleet.transport.errors import (
     TransportError,
     Unanswered,
 )
-from dreamfleet.transport.listening import FOREVER, Origin
-from dreamfleet.transport.loop import Handler, Loop, Options, WorkQueue
+from dreamfleet.transport.listening import Origin
+from dreamfleet.transport.loop import Loop, Options, WorkQueue
 from dreamfleet.transport.security import RUN, Keys
 from dreamfleet.transport.slab import Allocate, Memory
 
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 _MAX_TEXT = 100_000  # characters of an error; the last ones say most
 
 
-class BaseServer(Handler):
+class BaseServer(Loop):
     """What every server has: an address, methods, a start, an end, and statistics.
 
     Args:
@@ -51,17 +51,11 @@ class BaseServer(Handler):
         keys: Keys | None = None,
         **options: Unpack[Options],
     ) -> None:
-        self.name = name
+        super().__init__(address, name, keys, options)
         self._methods: dict[str, Any] = {}  # by the names that clients call
-        self._loop = Loop(address, name, self, keys, options)
         self._closing = threading.Lock()  # taken, for good, by the thread that closes the server
         self._closed = threading.Event()
         self._started = False
-
-    @property
-    def address(self) -> str:
-        """Where clients connect, with `{auto}` replaced."""
-        return self._loop.address
 
     def start(self, block: bool = True) -> None:
         """Begin to answer. With `block`, return when the server is closed."""
@@ -69,22 +63,22 @@ class BaseServer(Handler):
             raise Closed(f"{self.name} was closed; make a new one.")
         if not self._started:
             self._started = True
-            self._start_threads()
+            self._start()
         if block:
             try:
                 self._closed.wait()
             finally:
                 self.close()
 
-    def _start_threads(self) -> None:
-        self._loop.start(sum(queue.limit for queue in self._queues()))
+    def _start(self) -> None:
+        self._start_threads(sum(queue.limit for queue in self._queues()))
 
     def _queues(self) -> set[WorkQueue]:
         return {method.queue for method in self._methods.values()}
 
     def close(self) -> None:
         """Stop answering: running methods finish, waiting calls fail with `Disconnected`."""
-        self._close(self._loop.close)
+        self._close(self._stop)
 
     def _close(self, shut_down: Callable[[], None]) -> None:
         """Have the first caller shut the server down, and the others wait for it."""
@@ -98,14 +92,13 @@ class BaseServer(Handler):
 
     def _is_own(self, thread: threading.Thread) -> bool:
         """Whether this is one of the server's own threads, which cannot wait for its end."""
-        return thread in self._loop.threads
+        return thread in self._threads
 
     def stats(self) -> dict[str, float]:
         """Counts since the start, and how many requests are in flight now."""
         names = ("requests", "replies", "errors", "malformed", "undelivered", "inflight")
-        counts = self._loop.counts
-        stats = {name: float(counts[name]) for name in (*names, "bytes_in", "bytes_out")}
-        return {**stats, "refused": float(self._loop.refused)}
+        stats = {name: float(self._counts[name]) for name in (*names, "bytes_in", "bytes_out")}
+        return {**stats, "refused": float(self._listener.refused)}
 
     def __enter__(self) -> Self:
         self.start(block=False)
@@ -116,31 +109,22 @@ class BaseServer(Handler):
 
     def connected(self, connection: bytes) -> bool:
         """Whether a `Caller.connection` is still there. For checks of calls only."""
-        return self._loop.connected(connection)
+        return self._listener.connected(connection)
 
     def between_calls(self, function: Callable[[], _T]) -> _T:
         """The result of a function that reads what checks keep: no call is taken meanwhile."""
-        with self._loop.lock:
+        with self._lock:
             try:
                 return function()
             finally:
-                self._loop.wake_reader()  # asking who is connected may have swallowed its signal
+                self._wake_reader()  # asking who is connected may have swallowed its signal
 
-    def repeatable(self, role: str) -> list[str]:
+    def _repeatable(self, role: str) -> list[str]:
         return [
             name
             for name, method in self._methods.items()
             if method.repeatable and (role == RUN or role in method.roles)
         ]
-
-    def roles(self) -> set[str]:
-        return {role for method in self._methods.values() for role in method.roles}
-
-    def deadline(self) -> float:
-        return FOREVER
-
-    def on_due(self) -> None:
-        return
 
     def _method(self, name: str, role: str) -> Any:
         """The method that is called, if this role may call it."""
@@ -153,13 +137,15 @@ class BaseServer(Handler):
             raise MessageError(f"{self.name} has no method {name!r:.100}; its methods are {known}.")
         return method
 
-    def _check_bind(self, method: str) -> None:
+    def _add(self, method: str, bound: Any) -> None:
         if self._started:
             raise TransportError(f"{self.name}: bind {method!r} before the server is started.")
         if method in self._methods or not method.isidentifier():
             raise TransportError(
                 f"{self.name}: {method!r} is bound already, or is not a name for a method."
             )
+        self._methods[method] = bound
+        self._roles.update(bound.roles)
 
 
 _answered = threading.local()
@@ -239,21 +225,15 @@ class Server(BaseServer):
             roles: Whose keys may call it in addition to the run key. Without keys every client may.
             pass_caller: Whether the function gets a `Caller` before the call's arguments.
         """
-        self._check_bind(method)
         queue = WorkQueue(workers) if workers > 0 else self._shared
-        self._methods[method] = _Method(
-            fn,
-            queue,
-            repeatable,
-            frozenset(roles),
-            pass_caller,
-            Parameters(method, fn, pass_caller),
-        )
+        parameters = Parameters(method, fn, pass_caller)
+        bound = _Method(fn, queue, repeatable, frozenset(roles), pass_caller, parameters)
+        self._add(method, bound)
 
     def _queues(self) -> set[WorkQueue]:
         return super()._queues() | {self._shared}
 
-    def on_call(self, origin: Origin, header: wire.Header, frames: Sequence[Any]) -> None:
+    def _on_call(self, origin: Origin, header: wire.Header, frames: Sequence[Any]) -> None:
         method: _Method = self._method(header.method, origin.identity.role)
         if header.rows:
             raise MessageError(f"{header.method!r} takes single calls, not blocks of items.")
@@ -263,25 +243,24 @@ class Server(BaseServer):
         args = method.parameters.take(args)
         if method.pass_caller:
             args = (origin.caller, *args)
-        job = partial(self._work, origin.peer, header.id, method, args)
-        self._loop.submit(method.queue, job)
+        self._submit(method.queue, partial(self._work, origin.peer, header.id, method, args))
 
     def _work(self, peer: bytes, number: int, method: _Method, args: tuple[Any, ...]) -> None:
         failed = 0
-        _answered.memory = partial(self._loop.memory, peer)
+        _answered.memory = partial(self._answer_memory, peer)
         try:
             frames = wire.pack(wire.REPLY, number, encode(method.function(*args)))
         except Unanswered:
-            with self._loop.lock:
-                self._loop.leave(peer, number if method.repeatable else 0)
+            with self._lock:
+                self._leave(peer, number if method.repeatable else 0)
             return
         except (ArgumentError, Occupied) as problem:
-            with self._loop.lock:
-                self._loop.reject(peer, number, problem)
+            with self._lock:
+                self._reject(peer, number, problem)
             return
         except BaseException as error:  # whatever it is, it must not take a thread along
             failed = 1
             frames = error_frames(number, error)
-        with self._loop.lock:
-            self._loop.counts["errors"] += failed
-            self._loop.reply(peer, frames)
+        with self._lock:
+            self._counts["errors"] += failed
+            self._reply(peer, frames)

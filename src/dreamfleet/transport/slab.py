@@ -25,17 +25,16 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.transport.codec import Block, Buffer
+from dreamfleet.transport.codec import SMALL, Block, Buffer
 from dreamfleet.transport.errors import MessageError
 
-SHARED_FROM = 4096  # bytes of a frame; smaller ones stay in the packet
 LEAST_SHARED = 1 << 15  # bytes of all these frames; fewer cost less in the packet
 MAX_SLOTS = 64
 MAX_SLAB = 1 << 28  # bytes of a slab, of which only the slots that were used are reserved
@@ -58,15 +57,15 @@ def shared_arrays(
     """Arrays without a content. The large ones lie in memory that is sent without a copy, if there
     is some; they must not be changed after they were sent."""
     sizes = {key: dtype.itemsize * prod(shape) for key, (shape, dtype) in shapes.items()}
-    total = aligned_total(size for size in sizes.values() if size >= SHARED_FROM)
-    memory, place = allocate(total) if total else None, 0
+    large = [size for size in sizes.values() if size > SMALL]  # the others are no frames
+    memory = allocate(aligned_total(large)) if large else None
+    pieces = iter(_cut(memory, large) if memory is not None else ())
     arrays = {}
     for key, (shape, dtype) in shapes.items():
-        if memory is None or sizes[key] < SHARED_FROM:
+        if memory is None or sizes[key] <= SMALL:
             arrays[key] = np.empty(shape, dtype)
         else:
-            arrays[key] = np.ndarray(shape, dtype, memory, place)
-            place += aligned_total([sizes[key]])
+            arrays[key] = np.ndarray(shape, dtype, next(pieces))
     return arrays
 
 
@@ -75,23 +74,25 @@ def renew(block: Block, allocate: Allocate, keep: Iterable[str]) -> None:
     Only those that `keep` names have their content afterwards."""
     if block.frame_bytes < LEAST_SHARED:
         return
-    sizes = tuple(map(len, block.frames))
+    sizes = list(map(len, block.frames))
     memory = allocate(aligned_total(sizes))
     kept = {key: block[key] for key in keep}
     if memory is None:  # the receiver may still use what was sent before
         block.move()
     else:
-        places = zip(consecutive(sizes), sizes, strict=True)
-        block.move([memory.data[place : place + size] for place, size in places])
+        block.move(_cut(memory, sizes))
     for key, array in kept.items():
         if block[key] is not array:
             block[key][:] = array
 
 
-@lru_cache(maxsize=256)
-def consecutive(sizes: tuple[int, ...]) -> list[int]:
-    """Where frames of these sizes begin that lie one behind the other in a slot."""
-    return [aligned_total(sizes[:index]) for index in range(len(sizes))]
+def _cut(memory: Memory, sizes: Iterable[int]) -> list[memoryview]:
+    """Pieces of these sizes, one behind the other."""
+    view, place, pieces = memory.data, 0, list[memoryview]()
+    for size in sizes:
+        pieces.append(view[place : place + size])
+        place += size + -size % _ALIGN
+    return pieces
 
 
 def aligned_total(sizes: Iterable[int]) -> int:
@@ -121,7 +122,6 @@ class Slab:
         self.descriptor = os.memfd_create("dreamfleet", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._sizes = [0] * slots  # bytes that are reserved, by slot
         self._held = bytearray(slots)
-        self._release = [_Release(self._held, slot) for slot in range(slots)]
         self._arrays: list[weakref.ref[Memory] | None] = [None] * slots
         try:
             os.ftruncate(self.descriptor, _PAGE + slots * self.slot_bytes)
@@ -141,7 +141,7 @@ class Slab:
             return None
         array = np.ndarray((size,), np.uint8, self._memory, _PAGE + slot * self.slot_bytes)
         self._held[slot] = _BUSY
-        self._arrays[slot] = weakref.ref(array, self._release[slot])
+        self._arrays[slot] = weakref.ref(array, partial(_release, self._held, slot))
         return array
 
     def fill(self, frames: Sequence[Buffer]) -> list[Buffer] | None:
@@ -150,16 +150,13 @@ class Slab:
         array = self.allocate(aligned_total(sizes))
         if array is None:
             return None
-        view, copies, place = array.data, list[Buffer](), 0
-        for frame, size in zip(frames, sizes, strict=True):
-            copy = view[place : place + size]
-            if size < _LONG:
+        copies = _cut(array, sizes)
+        for frame, copy in zip(frames, copies, strict=True):
+            if len(frame) < _LONG:
                 copy[:] = frame
             else:
-                np.copyto(array[place : place + size], np.frombuffer(frame, np.uint8))
-            copies.append(copy)
-            place += size + -size % _ALIGN
-        return copies
+                np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(frame, np.uint8))
+        return list(copies)
 
     def find(self, frames: Sequence[Buffer]) -> tuple[int, list[int]]:
         """The slot in which frames lie, and where each begins in it, -1 for one that does not; a
@@ -173,10 +170,9 @@ class Slab:
             places.append(place if slot >= 0 and 0 <= place < self.slot_bytes else -1)
         return (slot, places) if slot >= 0 and not self._memory[slot] else (-1, [])
 
-    def send(self, slot: int) -> int:
+    def send(self, slot: int) -> None:
         """Let a slot belong to the receiver from now on as well."""
         self._memory[slot] = _BUSY
-        return slot
 
     def _free_slot(self) -> int:
         slot, slots = -1, len(self._held)
@@ -207,16 +203,9 @@ def _address(buffer: Buffer | mmap.mmap) -> int:
     return address
 
 
-class _Release:
+def _release(owners: bytearray | mmap.mmap, slot: int, _view: object) -> None:
     """Called when the last view of a slot has gone."""
-
-    __slots__ = ("_owners", "_slot")
-
-    def __init__(self, owners: bytearray | mmap.mmap, slot: int) -> None:
-        self._owners, self._slot = owners, slot
-
-    def __call__(self, _: object) -> None:
-        self._owners[self._slot] = _FREE
+    owners[slot] = _FREE
 
 
 _reserved = 0  # bytes, in all slabs of this process
@@ -262,7 +251,6 @@ class SlabView:
             raise MessageError("Shared memory has another size than it should, or may shrink.")
         self._owners = mmap.mmap(descriptor, _PAGE)
         self._memory = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ)
-        self._release = [_Release(self._owners, slot) for slot in range(self._slots)]
         self._arrays: list[weakref.ref[Memory] | None] = [None] * self._slots
 
     def frames(self, slot: int, places: Sequence[tuple[int, int]]) -> list[memoryview]:
@@ -276,6 +264,6 @@ class SlabView:
         if not 0 <= slot < self._slots or total > self._slot_bytes:
             raise MessageError("A message refers to memory outside of a slot.")
         array = np.ndarray((total,), np.uint8, self._memory, _PAGE + slot * self._slot_bytes)
-        self._arrays[slot] = weakref.ref(array, self._release[slot])
+        self._arrays[slot] = weakref.ref(array, partial(_release, self._owners, slot))
         view = array.data
         return [view[place : place + size] for place, size in places]

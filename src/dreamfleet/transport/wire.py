@@ -16,8 +16,8 @@ so a header of another shape is refused as a whole.
 from __future__ import annotations
 
 import socket as sockets
-import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,12 +83,14 @@ def pack(
             f"The small values of a call take {len(header)} bytes, and {MAX_HEADER} is the limit: "
             "stack them into arrays."
         )
-    if len(value.frames) >= MAX_FRAMES:
-        raise CodecError(f"Cannot send more than {MAX_FRAMES - 1} large arrays at once.")
-    if value.frames and max(map(len, value.frames)) > MAX_MESSAGE:
-        raise CodecError(f"Cannot send an array of more than {MAX_MESSAGE} bytes.")
-    if kind == CALL and sum(map(len, value.frames)) > MAX_CALL:
-        raise CodecError(f"Cannot send arrays of more than {MAX_CALL} bytes in one call.")
+    if value.frames:
+        sizes = list(map(len, value.frames))
+        if len(sizes) >= MAX_FRAMES:
+            raise CodecError(f"Cannot send more than {MAX_FRAMES - 1} large arrays at once.")
+        if max(sizes) > MAX_MESSAGE:
+            raise CodecError(f"Cannot send an array of more than {MAX_MESSAGE} bytes.")
+        if kind == CALL and sum(sizes) > MAX_CALL:
+            raise CodecError(f"Cannot send arrays of more than {MAX_CALL} bytes in one call.")
     return [header, *value.frames]
 
 
@@ -134,37 +136,26 @@ class Change:
 
 
 class Waker:
-    """Wakes a thread that is blocked in a poll: a descriptor that `wake` makes readable.
-
-    Any number of calls before the sleeper gets up make one wake-up.
-    """
+    """Wakes a thread that is blocked in a poll: a descriptor that `wake` makes readable. Its owner
+    has a lock, under which it is woken and closed."""
 
     def __init__(self) -> None:
         self._reader, self._writer = sockets.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
-        self._lock = threading.Lock()
-        self._awake = False
 
     def fileno(self) -> int:
         return self._reader.fileno()
 
     def wake(self) -> None:
-        with self._lock:
-            if self._awake or self._writer.fileno() < 0:
-                return
-            self._awake = True
+        with suppress(OSError):  # it is full, or closed
             self._writer.send(b"!")
 
     def clear(self) -> None:
         """The sleeper is up and will now look at everything there is."""
-        if self._awake:
-            with self._lock:
-                self._awake = False
-                if self._reader.fileno() >= 0:
-                    self._reader.recv(16)
+        with suppress(OSError):
+            self._reader.recv(4096)
 
     def close(self) -> None:
-        with self._lock:
-            self._reader.close()
-            self._writer.close()
+        self._reader.close()
+        self._writer.close()

@@ -17,7 +17,7 @@ from dreamfleet.transport.codec import (
     MAX_NODES,
     MAX_SCHEMAS,
     SMALL,
-    _schemas,
+    _known_schema,
     decode,
     encode,
     parse_schema,
@@ -321,4 +321,4 @@ def test_text_that_is_not_utf8_is_refused() -> None:
 def test_the_memory_for_known_schemas_is_bounded() -> None:
     for number in range(3 * MAX_SCHEMAS):
         round_trip({f"key{number}": 1})
-        assert len(_schemas) <= MAX_SCHEMAS
+        assert _known_schema.cache_info().currsize <= MAX_SCHEMAS

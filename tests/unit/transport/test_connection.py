@@ -73,9 +73,8 @@ def test_a_connection_that_has_ended_takes_no_message(port: int) -> None:
 
     def events(connection: Connection) -> Iterator[Event]:
         while True:
-            connection.collect()
-            while connection.events:
-                yield connection.events.popleft()
+            while event := connection.next():
+                yield event
             connection.sleep(LONG)
 
     with server_at(port):
@@ -98,7 +97,7 @@ def test_unknown_address_is_asked_for_less_and_less_often(monkeypatch: pytest.Mo
     waker = Waker()
     connection = Connection(lambda: asked.append(now[0]) or "", None, waker)
     while now[0] < 7:
-        connection.collect()
+        connection.next()
         now[0] = connection._retry_at
     for before, after in pairwise(asked[1:]):
         assert after - before == pytest.approx(min(max(0.02, before / 10), 0.5))

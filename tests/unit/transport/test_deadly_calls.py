@@ -40,7 +40,7 @@ class MortalServer:
             try:
                 self._live(listener, poller, next(self._incarnations))
             finally:
-                listener.closer()()
+                listener.close()
 
     def _live(self, listener: LocalListener, poller: select.poll, incarnation: int) -> None:
         welcome = {"protocol": wire.PROTOCOL, "name": "mortal", "incarnation": incarnation}

@@ -234,7 +234,7 @@ def serving(keys: Keys | None = None, **limits: Any) -> Iterator[tuple[Server, i
     server = Server("tcp://127.0.0.1:{auto}", keys=keys)
     server.bind("note", lambda *args: told.append(len(args)))
     port = int(server.address.rpartition(":")[2])
-    listener = server._loop._listener
+    listener = server._listener
     assert isinstance(listener, RemoteListener)
     listener._guard = Guard(port, **limits)
     with server:
@@ -255,8 +255,8 @@ def await_end(peer: socket.socket) -> None:
 
 def ended_by(server: Server) -> int:
     """The connections that the server has ended; it counts them after it has."""
-    with server._loop.lock:
-        return server._loop.counts["ended"]
+    with server._lock:
+        return server._listener.ended
 
 
 def test_connections_are_capped_before_their_handshake() -> None:

@@ -19,7 +19,7 @@ class Queue:
         self.entered, self.allowed = threading.Semaphore(0), threading.Semaphore(allowed)
         self.lock = threading.Lock()
         self.room = 0
-        settings = {"gather": 1000.0, "post_rows": 1000, "backlog": 2000, **options}
+        settings = {"gather": 1000.0, "post_rows": 1000, **options}
         self.queue = PostQueue(
             "Queue",
             self.post,
@@ -120,7 +120,7 @@ def test_what_came_while_another_call_ran_shares_the_next_one_up_to_its_rows() -
 
 
 def test_room_is_told_once_when_the_backlog_is_full_no_longer() -> None:
-    queue = Queue(post_rows=2, backlog=4)
+    queue = Queue(post_rows=2)
     queue.reserve(2, 2, 2)
     with queue.lock:
         assert queue.queue.full
@@ -131,7 +131,7 @@ def test_room_is_told_once_when_the_backlog_is_full_no_longer() -> None:
 
 
 def test_a_queue_that_was_never_started_closes_at_once() -> None:
-    queue = PostQueue("Queue", print, threading.Lock(), 0.0, 1, 1, None, lambda: None)
+    queue = PostQueue("Queue", print, threading.Lock(), 0.0, 1, None, lambda: None)
     queue.close(20)
 
 

@@ -206,7 +206,7 @@ def test_an_invitation_opens_its_role_until_it_is_revoked() -> None:
         with pytest.raises(RemoteError, match="'env' may not call 'agents'"):
             ann.call("agents").result(60)
         revoked.add("ann")
-        until(lambda: server._loop.counts["ended"] == 2)  # though no client sends anything
+        until(lambda: server._listener.ended == 2)  # though no client sends anything
         for client in (ann, idle):
             with pytest.raises(Disconnected):
                 client.call("open").result(60)
@@ -263,11 +263,9 @@ def test_who_sends_wrong_messages_again_and_again_loses_the_connection(
         bad = Connection(server.address, None, waker)
 
         def next_event() -> Event:
-            while not bad.events:
-                bad.collect()
-                if not bad.events:
-                    bad.sleep(60.0)
-            return bad.events.popleft()
+            while (event := bad.next()) is None:
+                bad.sleep(60.0)
+            return event
 
         assert isinstance(next_event(), Welcome)
         for _ in range(10):

@@ -79,21 +79,6 @@ def test_blocks_and_their_answers_arrive_whole(echo: Echo, rows: int) -> None:
     assert echo.seen == list(range(ROUNDS))
 
 
-def test_the_usual_round_trip_takes_the_short_way(
-    echo: Echo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    block = make_block()
-    with Client(echo.server.address, timeout=30.0) as client:
-        for number in range(2):  # the first answer shows what the next ones look like
-            client.call_block("act", fill(block, number)).result()
-        with monkeypatch.context() as patch:
-            for name in ("_progress", "_send_call"):
-                patch.setattr(client, name, None)
-            for number in range(10, ROUNDS):
-                answer = client.call_block("act", fill(block, number)).result()
-                assert answer["twice"] == 2 * number
-
-
 def test_an_error_is_raised_and_the_next_call_is_answered(echo: Echo) -> None:
     block = make_block()
     with Client(echo.server.address, timeout=30.0) as client:
@@ -134,7 +119,7 @@ def test_a_server_that_is_lost_fails_the_call_unless_it_may_be_repeated(repeatab
         assert first.called.wait(30)
         closing = threading.Thread(target=first.server.close, args=(0.0,))
         # The running call never answers: its connection ends first.
-        first.server._loop._listener._close()  # as the kernel does it for a process that is killed
+        first.server._listener.close()  # as the kernel does it for a process that is killed
         second = Echo(address, repeatable=repeatable)
         with second.server:
             if repeatable:
