@@ -21,7 +21,6 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.claim import BeatWatch
 from dreamfleet.fleet.record import (
     UNDER_WAY,
-    FleetRecord,
     RunState,
     RunStatus,
     Scores,
@@ -29,7 +28,7 @@ from dreamfleet.fleet.record import (
     read_record,
     run_state,
 )
-from dreamfleet.fleet.stall import hanging, late_after, waits_for
+from dreamfleet.fleet.stall import hanging, idle_machines, late_after, waits_for
 from dreamfleet.metrics.outputs.jsonl import JsonlTail, last_rows
 from dreamfleet.roles.health import HealthRecord, read_health
 from dreamfleet.roles.logger import RECENT_EPISODES, RECORD
@@ -85,62 +84,60 @@ class Watcher:
         self._logdir = logdir
         self._scores = _ScoresReader(logdir / "scores.jsonl", score_bytes)
         self._beat = BeatWatch(logdir)
-        self._config: RunConfig | None = None
+        self.config: RunConfig | None = None
+        """As it was read last."""
         self._config_written = 0
 
     def look(self, patience: float = _BEAT_SECONDS) -> RunStatus | None:
         """What the run is doing; None as long as there is no configuration in its directory. Waits
         so many seconds for a sign of life from another machine."""
-        config, record = self._read_config(), read_record(self._logdir)
-        state = run_state(record)
-        if config is None or record is None:
-            return self.derive(record, state)
-        age = 0.0  # the clock of another machine may differ
-        if state != "unknown":
+        record = read_record(self._logdir)
+        state, age = run_state(record), 0.0  # the clock of another machine may differ
+        if record is not None and state != "unknown":
             age = abs(time.time() - record.written)
-        elif self._beat.beats(patience):
+        elif record is not None and self._beat.beats(patience):
             state = record.state
-        known = state in UNDER_WAY and record.written > 0
-        if known and age <= _STALE_SECONDS:
-            return RunStatus.of(record, config, state=state)
+        if record is None or state not in UNDER_WAY or not record.written:
+            return self.derive(record, state)
+        if age <= _STALE_SECONDS:
+            return replace(record, logdir=str(self._logdir))
         status = self.derive(record, state)
-        if status is None or not known or state != "running":
-            return status
         late = f"the supervisor has not written its status for {age:.0f} s"
-        return replace(status, waiting=late)
+        return status and replace(status, waiting=late)
 
-    def derive(self, record: FleetRecord | None, state: RunState) -> RunStatus | None:
+    def derive(self, record: RunStatus | None, state: RunState) -> RunStatus | None:
         """What the files of the directory say; None as long as there is no configuration."""
-        config = self._read_config()
-        if config is None:
+        if (config := self._read_config()) is None:
             return None
-        scores, metrics = self._scores.read(), newest_metrics(self._logdir)
-        step = metrics.get("step", 0)
         now, running = time.time(), state in UNDER_WAY
-        known = record or FleetRecord(0, 0.0, "", now)
+        known = record or RunStatus(0, 0.0, "", now)
+        scores, metrics = self._scores.read(), newest_metrics(self._logdir, logged=not running)
+        step = metrics.get("step", 0)
         saved = Checkpoint(config.checkpoints).saved_at() if running else None
         late = late_after(config.log_every)
         found = [self._as_now(each, now, late) for each in known.workers] if running else []
-        workers = [each for each, _ in found] if running else map(_ended, known.workers)
         slow = [health for _, health in found] if state == "running" else []
-        left = (replace(each, state="left", steps_per_second=0.0) for each in known.machines)
-        return RunStatus.of(
-            known,
-            config,
-            workers=tuple(workers),
-            state=state,
-            responding=False,
+        stuck = [hanging(slow, config.env_timeout, now)]
+        if state == "running":
+            stuck += idle_machines(known.machines)
+        workers, machines = tuple(worker for worker, _ in found), known.machines
+        if not running:
+            workers = tuple(map(_ended, known.workers))
+            machines = tuple(replace(e, state="left", steps_per_second=0.0) for e in machines)
+        return RunStatus(
+            *(known.pid, known.created, known.host, known.started),
+            *(workers, state, known.events, machines),
+            task=config.task,
+            logdir=str(self._logdir),
+            steps=config.steps,
+            duration=config.duration,
+            train_ratio=config.train_ratio,
             step=max(self._scores.last_step, int(step) if isinstance(step, int | float) else 0),
             scores=scores,
             metrics=metrics,
-            steps_per_second=0.0,
             seconds=now - known.started if running else 0.0,
-            seconds_left=None,
-            waiting="",
-            hanging=hanging(slow, config.env_timeout, now),
-            supervisor=None,
+            hanging="; ".join(filter(None, stuck)),
             checkpoint_age=None if saved is None else max(0.0, now - saved),
-            machines=tuple(left),
         )
 
     def _read_config(self) -> RunConfig | None:
@@ -148,8 +145,8 @@ class Watcher:
         with suppress(OSError, ConfigError):
             written = (self._logdir / "config.json").stat().st_mtime_ns
             if written != self._config_written:
-                self._config, self._config_written = read_config(self._logdir), written
-        return self._config
+                self.config, self._config_written = read_config(self._logdir), written
+        return self.config
 
     def _as_now(
         self, worker: WorkerStatus, now: float, late: float
@@ -215,17 +212,18 @@ class _ScoresReader:
             self._width *= 2
 
 
-def newest_metrics(logdir: Path) -> dict[str, Any]:
-    """The newest text or finite number of every key, as the logger recorded them; in a run of an
-    older version, those in the last lines of `metrics.jsonl`."""
+def newest_metrics(logdir: Path, *, logged: bool = True) -> dict[str, Any]:
+    """The newest text or finite number of every key, as the logger recorded them; without a record,
+    as in a run of an older version, those in the last lines of `metrics.jsonl` if `logged`."""
     newest: dict[str, Any] = {}
     try:
         record = (logdir / "workers" / RECORD).read_bytes()
         newest = msgspec.json.decode(record, type=dict[str, Any])
     except (OSError, msgspec.MsgspecError, RecursionError):
-        with suppress(FileNotFoundError), (logdir / "metrics.jsonl").open("rb") as file:
-            for row in last_rows(file, _METRICS_BYTES):
-                newest |= row
+        if logged:
+            with suppress(FileNotFoundError), (logdir / "metrics.jsonl").open("rb") as file:
+                for row in last_rows(file, _METRICS_BYTES):
+                    newest |= row
     return {key: value for key, value in newest.items() if isinstance(value, str) or _finite(value)}
 
 

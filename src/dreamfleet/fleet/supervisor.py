@@ -31,9 +31,9 @@ from dreamfleet.fleet.record import (
     MAX_EVENTS,
     Event,
     EventKind,
-    FleetRecord,
     MachineStatus,
     RunState,
+    RunStatus,
     WorkerState,
     WorkerStatus,
     read_record,
@@ -120,7 +120,7 @@ class Supervisor:
         self._inode = logdir.stat().st_ino if logdir is not None else None
         before = read_record(logdir) if logdir is not None else None
         self._events_seen = deque(before.events if before else (), MAX_EVENTS)
-        self._record = FleetRecord.of_this_process()
+        self._record = RunStatus.of_this_process()
         self._state: RunState = "running"
         self._at_once = self._interrupted = False
 
@@ -331,7 +331,7 @@ class Supervisor:
             elif not self._at_once and (how := member.failed_to_end()):
                 self._say(f"{member.name} {how} while it was stopping; see {member.log_file}")
 
-    def _status(self) -> FleetRecord | None:
+    def _status(self) -> RunStatus | None:
         """The supervisor and its workers as they are now; None if the directory is gone."""
         if self._is_gone():
             return None
