@@ -181,9 +181,8 @@ class _ScoresReader:
         self._count = 0
         self._best: float | None = None
         self._recent: deque[float] = deque(maxlen=RECENT_EPISODES)
-        self._curve: list[float] = []
-        self._width = 1  # episodes of a point of the curve
-        self._sum, self._summed = 0.0, 0  # of the next point
+        self._sums: list[float] = []  # of the episodes of each point of the curve
+        self._width = 1  # how many those are; the last point may have fewer
         self.last_step = 0
 
     def read(self) -> Scores:
@@ -194,21 +193,19 @@ class _ScoresReader:
                 self.last_step = max(self.last_step, int(row.step))
                 if row.score is not None:
                     self._add(row.score)
-        rest = [self._sum / self._summed] if self._summed else []
-        return Scores(self._count, self._best, tuple(self._recent), (*self._curve, *rest))
+        counts = range(self._count, 0, -self._width)
+        curve = (total / min(self._width, n) for total, n in zip(self._sums, counts, strict=True))
+        return Scores(self._count, self._best, tuple(self._recent), tuple(curve))
 
     def _add(self, score: float) -> None:
-        self._count += 1
         self._best = score if self._best is None else max(self._best, score)
         self._recent.append(score)
-        self._sum, self._summed = self._sum + score, self._summed + 1
-        if self._summed < self._width:
-            return
-        self._curve.append(self._sum / self._width)
-        self._sum, self._summed = 0.0, 0
-        if len(self._curve) == _CURVE_POINTS:
-            pairs = zip(self._curve[::2], self._curve[1::2], strict=True)
-            self._curve = [(first + second) / 2 for first, second in pairs]
+        if self._count % self._width == 0:
+            self._sums.append(0.0)
+        self._sums[-1] += score
+        self._count += 1
+        if self._count == _CURVE_POINTS * self._width:
+            self._sums = [sum(pair) for pair in zip(self._sums[::2], self._sums[1::2], strict=True)]
             self._width *= 2
 
 

@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
 from dreamfleet.files import atomic_write
 from dreamfleet.transport import Identity, Keys, RoleKey, TransportError
@@ -187,6 +186,10 @@ class Invited:
         """The names of invitations that are not good any more."""
         return frozenset(each.name for each in self._read().values() if each.revoked)
 
+    def hooks(self) -> dict[str, Any]:
+        """The arguments of a server that admits those who are invited."""
+        return {"identify": self.identify, "revoked": self.revoked}
+
     def _read(self) -> dict[bytes, Invitation]:
         """All invitations by their public keys."""
         try:  # a file that was replaced has another inode
@@ -200,16 +203,6 @@ class Invited:
                     found[RoleKey.from_text(each.key).public] = each
             self._known = files, found
         return self._known[1]
-
-
-def invited(args: RunConfig) -> Invited | None:
-    """Which machines may join a run; None if none may."""
-    return Invited(args.logdir) if args.bind else None
-
-
-def hooks_of(invited: Invited | None) -> dict[str, Any]:
-    """The arguments of a server that admits those who are invited."""
-    return {} if invited is None else {"identify": invited.identify, "revoked": invited.revoked}
 
 
 def write_place(logdir: Path, place: Place) -> None:
