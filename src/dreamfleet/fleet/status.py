@@ -24,13 +24,10 @@ from dreamfleet.fleet.record import (
     RunState,
     RunStatus,
     Scores,
-    WorkerStatus,
     read_record,
     run_state,
 )
-from dreamfleet.fleet.stall import hanging, idle_machines, late_after, waits_for
 from dreamfleet.metrics.outputs.jsonl import JsonlTail, last_rows
-from dreamfleet.roles.health import HealthRecord, read_health
 from dreamfleet.roles.logger import RECENT_EPISODES, RECORD
 
 log = logging.getLogger(__name__)
@@ -99,11 +96,11 @@ class Watcher:
             state = record.state
         if record is None or state not in UNDER_WAY or not record.written:
             return self.derive(record, state)
+        record = replace(record, logdir=str(self._logdir))
         if age <= _STALE_SECONDS:
-            return replace(record, logdir=str(self._logdir))
-        status = self.derive(record, state)
+            return record
         late = f"the supervisor has not written its status for {age:.0f} s"
-        return status and replace(status, waiting=late)
+        return replace(record, waiting=late, hanging="", responding=False, steps_per_second=0.0)
 
     def derive(self, record: RunStatus | None, state: RunState) -> RunStatus | None:
         """What the files of the directory say; None as long as there is no configuration."""
@@ -111,19 +108,14 @@ class Watcher:
             return None
         now, running = time.time(), state in UNDER_WAY
         known = record or RunStatus(0, 0.0, "", now)
+        workers, machines = known.workers, known.machines
+        if not running:
+            over: dict[str, Any] = {"usage": None, "seconds": 0.0, "waiting": ""}
+            workers = tuple(replace(each, state="ended", pid=None, **over) for each in workers)
+            machines = tuple(replace(e, state="left", steps_per_second=0.0) for e in machines)
         scores, metrics = self._scores.read(), newest_metrics(self._logdir, logged=not running)
         step = metrics.get("step", 0)
         saved = Checkpoint(config.checkpoints).saved_at() if running else None
-        late = late_after(config.log_every)
-        found = [self._as_now(each, now, late) for each in known.workers] if running else []
-        slow = [health for _, health in found] if state == "running" else []
-        stuck = [hanging(slow, config.env_timeout, now)]
-        if state == "running":
-            stuck += idle_machines(known.machines)
-        workers, machines = tuple(worker for worker, _ in found), known.machines
-        if not running:
-            workers = tuple(map(_ended, known.workers))
-            machines = tuple(replace(e, state="left", steps_per_second=0.0) for e in machines)
         return RunStatus(
             *(known.pid, known.created, known.host, known.started),
             *(workers, state, known.events, machines),
@@ -136,7 +128,6 @@ class Watcher:
             scores=scores,
             metrics=metrics,
             seconds=now - known.started if running else 0.0,
-            hanging="; ".join(filter(None, stuck)),
             checkpoint_age=None if saved is None else max(0.0, now - saved),
         )
 
@@ -147,24 +138,6 @@ class Watcher:
             if written != self._config_written:
                 self.config, self._config_written = read_config(self._logdir), written
         return self.config
-
-    def _as_now(
-        self, worker: WorkerStatus, now: float, late: float
-    ) -> tuple[WorkerStatus, HealthRecord]:
-        """A worker as it is now, and its health record; the agent has a second one, its actor's."""
-        path = self._logdir / "workers" / worker.name
-        health = read_health(path) if worker.state == "running" else HealthRecord()
-        waiting = [waits_for(worker, health, now, late)]
-        if worker.role == "agent":
-            actor = read_health(path.with_name("actor"))
-            waiting.insert(0, waits_for(worker, actor, now, late, "actor"))
-        seconds = max(0.0, now - worker.started) if worker.pid else 0.0
-        text = "; ".join(filter(None, waiting))
-        return replace(worker, seconds=seconds, waiting=text), health
-
-
-def _ended(worker: WorkerStatus) -> WorkerStatus:
-    return replace(worker, state="ended", pid=None, usage=None, seconds=0.0, waiting="")
 
 
 class _ScoreRow(msgspec.Struct):

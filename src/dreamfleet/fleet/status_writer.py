@@ -15,17 +15,12 @@ from typing import Self
 
 import psutil
 
-from dreamfleet.fleet.record import (
-    ProcessUsage,
-    RunStatus,
-    WorkerStatus,
-    write_record,
-)
-from dreamfleet.fleet.stall import late_after, why_still
+from dreamfleet.fleet.record import ProcessUsage, RunStatus, WorkerStatus, write_record
+from dreamfleet.fleet.stall import hanging, idle_machines, late_after, waits_for, why_still
 from dreamfleet.fleet.status import Watcher
 from dreamfleet.metrics.timing import Rate
 from dreamfleet.roles.addresses import server_name
-from dreamfleet.roles.health import read_health
+from dreamfleet.roles.health import HealthRecord, read_health
 from dreamfleet.roles.logger import RECORD
 
 log = logging.getLogger(__name__)
@@ -84,25 +79,48 @@ class StatusWriter:
             return found
         if responding:
             self._progress.add(now, found.step, read_health(folder / "agent").steps)
+        late = late_after(config.log_every)
+        running = [each for each in found.workers if each.state == "running"]
+        health = {each.name: read_health(folder / each.name) for each in running}
         status = replace(
             found,
             written=time.time(),
             responding=responding,
             steps_per_second=self._progress.rate,
             workers=tuple(
-                # A thread of the supervisor has no process of its own.
-                replace(each, usage=None if each.pid == record.pid else self._usage(each))
+                self._as_now(each, health.get(each.name, HealthRecord()), late, record.pid)
                 for each in found.workers
             ),
             supervisor=self._usage(record),
         )
-        moves = responding and not self._progress.stands_still(config.log_every)
-        if moves or status.state != "running":
+        if status.state != "running":
+            return status
+        stuck = [hanging(health.values(), config.env_timeout, status.written)]
+        stuck += idle_machines(status.machines)
+        status = replace(status, hanging="; ".join(filter(None, stuck)))
+        if responding and not self._progress.stands_still(config.log_every):
             return status
         shards = range(config.replay_shards if config.remote_replay else 0)
         elsewhere = [read_health(folder / server_name("replay", shard)) for shard in shards]
         why = why_still(status, config, self._progress.still_for, elsewhere)
         return replace(status, waiting=why)
+
+    def _as_now(
+        self, worker: WorkerStatus, health: HealthRecord, late: float, supervisor: int
+    ) -> WorkerStatus:
+        """A worker as it is now; the agent has a second health record, its actor's."""
+        now = time.time()
+        waiting = [waits_for(worker, health, now, late)]
+        if worker.role == "agent":
+            actor = read_health(self._logdir / "workers" / "actor")
+            waiting.insert(0, waits_for(worker, actor, now, late, "actor"))
+        return replace(
+            worker,
+            seconds=max(0.0, now - worker.started) if worker.pid else 0.0,
+            waiting="; ".join(filter(None, waiting)),
+            # A thread of the supervisor has no process of its own.
+            usage=None if worker.pid == supervisor else self._usage(worker),
+        )
 
     def _logger_responds(self, record: RunStatus, now: float) -> bool:
         """Whether the logger has replaced its record a short while ago. One that is a part of the
