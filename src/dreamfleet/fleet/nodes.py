@@ -31,7 +31,7 @@ from msgspec import Meta
 from dreamfleet import __version__
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import DreamfleetError
-from dreamfleet.fleet.launchers import RestartPolicy, Worker
+from dreamfleet.fleet.launchers import ReportedWorker, RestartPolicy, Worker
 from dreamfleet.fleet.preflight import step_bytes
 from dreamfleet.fleet.record import MachineStatus
 from dreamfleet.fleet.supervisor import Supervisor
@@ -64,7 +64,7 @@ _AWAY_SECONDS = 4.0
 _RATE_SECONDS = 20.0
 _KEPT_MACHINES = 16  # of those that have left
 _GOODBYE_SECONDS = 3.0
-_LOST = -9
+_LOGGED = 2  # messages to the logger at a time
 Name = Annotated[str, Meta(min_length=1, max_length=100)]
 Line = Annotated[str, Meta(max_length=1000)]
 _Key = tuple[str, str]
@@ -125,29 +125,17 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """The environments of each worker that is to run, with its incarnation."""
 
 
-class MachineWorker:
+class MachineWorker(ReportedWorker):
     """A worker of a joined machine; each start makes a new one. Without an incarnation it was not
-    started yet."""
-
-    error: BaseException | None = None
+    started yet. An environment has nothing to save, so it counts as ended when it is to stop; its
+    machine hears of it with its next question."""
 
     def __init__(self, host: str, fence: Fence, health: HealthRecord | None = None) -> None:
-        self.host, self.fence, self.pid = host, fence, 0
-        self.health = health or HealthRecord()
-        self._output, self._code = "", 0
-        self._ended = threading.Event()
+        super().__init__(host)
+        self.fence, self.health = fence, health or HealthRecord()
+        self._output = ""
         if not fence.incarnation:
-            self._ended.set()
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        return self._code if self._ended.wait(timeout) else None
-
-    def terminate(self) -> None:
-        """Its machine hears of it with its next question; an environment has nothing to save."""
-        self._end(STOPPED)
-
-    def kill(self) -> None:
-        self._end(_LOST)
+            self.end(STOPPED)
 
     def output(self) -> str:
         return self._output
@@ -156,12 +144,7 @@ class MachineWorker:
         self.pid, self.health = report.pid, report.health
         if report.code is not None:
             self._output = _printable(report.output)
-            self._end(report.code)
-
-    def _end(self, code: int) -> None:
-        if not self._ended.is_set():
-            self._code = code
-            self._ended.set()
+            self.end(report.code)
 
 
 @dataclass(eq=False)
@@ -270,13 +253,11 @@ class JoinedNodes:
         self._chunk_bytes = _chunk_bytes(run)
         self._description, self._host = _description(run), parse(address).host
         self._over = ""
-        self._stop = threading.Event()
         self._invited = Invited(run.logdir)
         self._server = Server(address, "nodes", keys=run.server_keys, **self._invited.hooks())
         for method in (self.poll, self.leave):  # nothing is doubled by a resend
             name = method.__name__
             self._server.bind(name, method, pass_caller=True, repeatable=True, roles=(ROLE,))
-        self._thread = threading.Thread(target=self._keep, name="nodes", daemon=True)
         with self._lock:
             self._write()  # nothing that a run before this one has started acts any more
 
@@ -286,12 +267,11 @@ class JoinedNodes:
 
     def __enter__(self) -> Self:
         self._server.start(block=False)
-        self._thread.start()
+        self._logger = LoggerClient(self._run, "nodes", _LOGGED)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
+        self._logger.close(flush=0.0)
         self._server.close()
 
     def end(self, why: str) -> None:
@@ -300,7 +280,13 @@ class JoinedNodes:
             self._over = why
         deadline = time.monotonic() + _GOODBYE_SECONDS
         while time.monotonic() < deadline and any(m.state == "joined" for m in self.machines()):
-            self._stop.wait(0.05)
+            time.sleep(0.05)
+
+    def log(self) -> None:
+        """Tell the logger of the machines; called every `log_every` seconds."""
+        if self._logger.stats()["inflight"] < _LOGGED:
+            with suppress(TransportError):  # it is restarting, and the next ones follow
+                self._logger.call("add", -1, metrics(self.machines()))
 
     def machines(self) -> tuple[MachineStatus, ...]:
         """Those that have joined, then those that have left."""
@@ -434,18 +420,6 @@ class JoinedNodes:
                 self._drop(key, f"its invitation {node.invitation!r} was revoked")
             elif now - node.heard > LOST_SECONDS:
                 self._drop(key, f"has been silent for {LOST_SECONDS:g} s")
-
-    def _keep(self) -> None:
-        """Drop machines that are gone, and tell the logger of the others."""
-        logger = LoggerClient(self._run, "nodes", 2)
-        try:
-            while not self._stop.wait(self._run.log_every):
-                machines = self.machines()
-                if logger.stats()["inflight"] < 2:
-                    with suppress(TransportError):  # it is restarting, and the next ones follow
-                        logger.call("add", -1, metrics(machines))
-        finally:
-            logger.close(flush=0.0)
 
 
 def _fences(node: Machine) -> list[Fence]:

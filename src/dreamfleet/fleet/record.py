@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 import msgspec
 import psutil
 
-from dreamfleet.files import atomic_write
+from dreamfleet.files import atomic_write, read_json
 from dreamfleet.formatting import clock, readable
 
 log = logging.getLogger(__name__)
@@ -290,13 +290,7 @@ def write_record(logdir: Path, record: RunStatus) -> None:
 
 def read_record(logdir: Path) -> RunStatus | None:
     """What the supervisor wrote last; None if there is no such file, or if it is damaged."""
-    try:
-        return msgspec.json.decode((logdir / FILE_NAME).read_bytes(), type=RunStatus)
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
-        log.debug("%s of %s cannot be read: %s", FILE_NAME, logdir, error)
-        return None
+    return read_json(logdir / FILE_NAME, RunStatus)
 
 
 def record_state(logdir: Path, state: RunState, unless: tuple[RunState, ...] = ()) -> None:

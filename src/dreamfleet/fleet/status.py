@@ -18,6 +18,7 @@ import msgspec
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig, read_config
 from dreamfleet.errors import ConfigError
+from dreamfleet.files import read_json
 from dreamfleet.fleet.claim import BeatWatch
 from dreamfleet.fleet.record import (
     UNDER_WAY,
@@ -185,11 +186,9 @@ class _ScoresReader:
 def newest_metrics(logdir: Path, *, logged: bool = True) -> dict[str, Any]:
     """The newest text or finite number of every key, as the logger recorded them; without a record,
     as in a run of an older version, those in the last lines of `metrics.jsonl` if `logged`."""
-    newest: dict[str, Any] = {}
-    try:
-        record = (logdir / "workers" / RECORD).read_bytes()
-        newest = msgspec.json.decode(record, type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError, RecursionError):
+    newest = read_json(logdir / "workers" / RECORD, dict[str, Any])
+    if newest is None:
+        newest = {}
         if logged:
             with suppress(FileNotFoundError), (logdir / "metrics.jsonl").open("rb") as file:
                 for row in last_rows(file, _METRICS_BYTES):

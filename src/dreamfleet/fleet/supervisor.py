@@ -8,7 +8,6 @@ import shutil
 import signal
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -23,6 +22,7 @@ from dreamfleet.fleet.launchers import (
     JoinedNode,
     Launcher,
     Node,
+    ReportedWorker,
     RestartPolicy,
     RunningWorker,
     Worker,
@@ -461,23 +461,13 @@ class _Member:
         )
 
 
-class _NotStarted:
+class _NotStarted(ReportedWorker):
     """A worker that was not started, or that could not be, which is a failure like any other."""
 
-    pid, host = 0, ""
-
     def __init__(self, error: OSError | None = None) -> None:
+        super().__init__()
         self.error = error
-
-    def wait(self, timeout: float | None = None) -> int:  # noqa: ARG002 - the protocol's
-        return int(self.error is not None)
-
-    def terminate(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def output(self) -> str:
-        return "".join(traceback.format_exception(self.error)).rstrip() if self.error else ""
+        self.end(int(error is not None))
 
 
 class Failures:

@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from dreamfleet.errors import ConfigError
-from dreamfleet.files import atomic_write
+from dreamfleet.files import atomic_write, read_json
 from dreamfleet.transport import Identity, Keys, RoleKey, TransportError
 from dreamfleet.transport.address import Address
 
@@ -32,7 +32,6 @@ FIRST = "first"
 _SCHEME = "dreamfleet"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 _PLACE_FILE = "place"
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def invitations(logdir: Path) -> list[Invitation]:
     found = [
         invitation
         for path in sorted((logdir / FOLDER).glob("*.json"))
-        if (invitation := _read(path, Invitation)) is not None
+        if (invitation := read_json(path, Invitation)) is not None
     ]
     return sorted(found, key=lambda each: each.made)
 
@@ -212,7 +211,7 @@ def write_place(logdir: Path, place: Place) -> None:
 
 def read_place(logdir: Path) -> Place | None:
     """Where machines could join last; None if they never could."""
-    return _read(logdir / FOLDER / _PLACE_FILE, Place)
+    return read_json(logdir / FOLDER / _PLACE_FILE, Place)
 
 
 def _write(logdir: Path, invitation: Invitation) -> None:
@@ -224,10 +223,3 @@ def _folder(logdir: Path) -> Path:
     folder = logdir / FOLDER
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
-
-
-def _read(path: Path, kind: type[_T]) -> _T | None:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
-        return None
