@@ -95,6 +95,8 @@ class Supervisor:
         logdir: Where `status.json` is written; None for nowhere.
         duration: Seconds after which the run is stopped; 0 for never.
         say: Takes lines to show.
+        on_end: Told of each worker that has ended: its name, its output, and whether it is given
+            up. One that is given up ends nothing then.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Supervisor:
         logdir: Path | None = None,
         duration: float = 0.0,
         say: Say = silent,
+        on_end: Callable[[str, str, bool], None] | None = None,
     ) -> None:
         self.machines: Callable[[], tuple[MachineStatus, ...]] = tuple
         """Machines that have joined, for `status.json`."""
@@ -114,7 +117,7 @@ class Supervisor:
         self._launcher = launcher
         self._failures = Failures()
         self._told_of_envs = False
-        self._duration, self._say = duration, say
+        self._duration, self._say, self._on_end = duration, say, on_end
         self._events: queue.SimpleQueue[Callable[[], str]] = queue.SimpleQueue()
         self._logdir = logdir
         self._inode = logdir.stat().st_ino if logdir is not None else None
@@ -224,18 +227,28 @@ class Supervisor:
             return ""  # its machine has left
         if member.worker.ends_run and code == 0:
             return "done"
+        given_up, output = False, member.output() if self._on_end else ""  # before its next start
         try:
             self._restart(member, code)
         except FleetError as error:
-            if not member.worker.node:
+            given_up = True
+            if member.worker.node:
+                self._dismiss(member, error)
+            elif not self._on_end:
                 raise
-            why = without_output(str(error))
-            cast(JoinedNode, member.node).dismiss(why)
-            if member.worker.restart.on_failure == "stop" or member.health().not_finite:
-                raise FleetError(f"The joined machine {member.worker.node} failed: {why}") from None
-            self._say(f"The joined machine {member.worker.node} is dismissed: {why}")
-            self._forget(member.node)
+        if self._on_end:
+            self._on_end(member.name, output, given_up)
         return ""
+
+    def _dismiss(self, member: _Member, error: FleetError) -> None:
+        """Send a joined machine away that has failed too often; the run goes on, unless it ends at
+        failures."""
+        machine, why = member.worker.node, without_output(str(error))
+        cast(JoinedNode, member.node).dismiss(why)
+        if member.worker.restart.on_failure == "stop" or member.health().not_finite:
+            raise FleetError(f"The joined machine {machine} failed: {why}") from None
+        self._say(f"The joined machine {machine} is dismissed: {why}")
+        self._forget(member.node)
 
     def _restart(self, member: _Member, code: int) -> None:
         self._check_directory()
@@ -353,14 +366,6 @@ class Supervisor:
         self.stop(signal.Signals(number).name, at_once=again)
 
 
-def is_full(folder: Path) -> bool:
-    """Whether nothing more can be written there."""
-    try:
-        return shutil.disk_usage(folder).free < _FULL
-    except OSError:
-        return False
-
-
 class _Member:
     """A worker, and what became of it so far."""
 
@@ -430,8 +435,10 @@ class _Member:
         """Its exception, or that it hung; empty if it did not say."""
         if code < 0:
             return str(self.running.error or "")[:_REASON_LENGTH]
-        if is_full(folder := self.log_file.parent):  # it could not even write why
-            return f"the disk of {folder} is full: make room, and the run continues"
+        folder = self.log_file.parent
+        with suppress(OSError):
+            if shutil.disk_usage(folder).free < _FULL:  # it could not even write why
+                return f"the disk of {folder} is full: make room, and the run continues"
         lines = self.output().splitlines()
         if hung := next((line for line in reversed(lines) if line.startswith(_HUNG)), None):
             health = self.health()
