@@ -95,7 +95,8 @@ class Watcher:
             age = abs(time.time() - record.written)
         elif record is not None and self._beat.beats(patience):
             state = record.state
-        if record is None or state not in UNDER_WAY or not record.written:
+        known = record is not None and record.written and record.task  # an older version has none
+        if record is None or state not in UNDER_WAY or not known:
             return self.derive(record, state)
         record = replace(record, logdir=str(self._logdir))
         if age <= _STALE_SECONDS:
