@@ -57,9 +57,7 @@ def claim_directory(logdir: Path, say: Callable[[str], None] = log.warning) -> I
         _refuse_second(logdir, _locked(logdir, lock), say)
         try:
             beat = _Beat(logdir, say)
-            before = read_record(logdir)
-            events = before.events if before else ()
-            write_record(logdir, RunStatus.of_this_process(events=events))
+            write_record(logdir, RunStatus.of_this_process(logdir))
         except OSError as error:
             raise _not_writable(logdir, error) from None
         state: RunState = "failed"

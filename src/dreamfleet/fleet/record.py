@@ -30,10 +30,6 @@ MachineState = Literal["joined", "away", "left"]
 RunState = Literal["running", "ending", "evaluating", "ended", "failed", "killed", "unknown"]
 EventKind = Literal["failed", "started", "environment failed"]
 UNDER_WAY = ("running", "ending", "evaluating")
-_DERIVED = (
-    *("message", "env_failures", "start", "share", "score", "eval_score", "updates"),
-    *("updates_per_second", "replay_ratio", "seconds_left"),
-)
 
 
 @dataclass(frozen=True)
@@ -158,8 +154,11 @@ class RunStatus:
     """Seconds since the last checkpoint of the agent; None if there is none."""
 
     @classmethod
-    def of_this_process(cls, events: tuple[Event, ...] = ()) -> Self:
+    def of_this_process(cls, logdir: Path | None = None) -> Self:
+        """What a supervisor in this process begins with: the events of its run so far."""
         me, now = psutil.Process(), time.time()
+        before = read_record(logdir) if logdir else None
+        events = before.events if before else ()
         return cls(me.pid, me.create_time(), socket.gethostname(), now, events=events)
 
     @property
@@ -270,7 +269,8 @@ class RunStatus:
 
     def to_json(self) -> str:
         """One JSON object, which `status.json` holds; numbers that are not finite are null."""
-        plain = {**vars(self), **{name: getattr(self, name) for name in _DERIVED}}
+        derived = [name for name, each in vars(RunStatus).items() if isinstance(each, property)]
+        plain = {**vars(self), **{name: getattr(self, name) for name in derived}}
         plain |= {"best_score": self.scores.best, "episodes": self.scores.count}
         return msgspec.json.encode(plain, enc_hook=float).decode()
 

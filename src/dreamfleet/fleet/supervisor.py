@@ -36,7 +36,6 @@ from dreamfleet.fleet.record import (
     RunStatus,
     WorkerState,
     WorkerStatus,
-    read_record,
 )
 from dreamfleet.fleet.status_writer import StatusWriter
 from dreamfleet.roles.health import Health, HealthRecord, read_health
@@ -121,9 +120,8 @@ class Supervisor:
         self._events: queue.SimpleQueue[Callable[[], str]] = queue.SimpleQueue()
         self._logdir = logdir
         self._inode = logdir.stat().st_ino if logdir is not None else None
-        before = read_record(logdir) if logdir is not None else None
-        self._events_seen = deque(before.events if before else (), MAX_EVENTS)
-        self._record = RunStatus.of_this_process()
+        self._record = RunStatus.of_this_process(logdir)
+        self._events_seen = deque(self._record.events, MAX_EVENTS)
         self._state: RunState = "running"
         self._at_once = self._interrupted = False
 

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,7 +134,7 @@ def test_every_failure_is_recorded_also_one_that_is_mended_at_once_or_ends_the_r
     tmp_path: Path,
 ) -> None:
     before = tuple(Event(float(n), "env-0", "failed") for n in range(MAX_EVENTS))
-    write_record(tmp_path, RunStatus.of_this_process(events=before))
+    write_record(tmp_path, replace(RunStatus.of_this_process(), events=before))
     leader = Worker("agent", "agent", until_stopped, ends_run=True)
     replay = Worker("replay", "replay", until_stopped, restart=RestartPolicy(max_restarts=2))
     with find_launcher("serial")(tmp_path) as launcher:
