@@ -185,7 +185,7 @@ class Machine:
             return replace(found, not_finite=found.not_finite and run.on_nan == "stop")
 
         policy = RestartPolicy(run.on_failure, run.max_restarts)
-        kind = partial(Worker, role="env", function=int, restart=policy, node=self.name)
+        kind = partial(Worker, role="env", function=int, restart=policy)
         return [kind(f"{self.name}/{each}", health=partial(health, each)) for each in self.workers]
 
     def orders(self) -> dict[str, Fence]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.fleet.launchers import (
@@ -207,7 +207,7 @@ class Supervisor:
         return ""
 
     def _on_join(self, node: JoinedNode, workers: Sequence[Worker]) -> str:
-        members = [_Member(worker, node) for worker in workers]
+        members = [_Member(worker, node, node) for worker in workers]
         servers = [m for m in self._members if m.worker.role in ("replay", "logger")]
         others = [m for m in self._members if m not in servers]
         self._members = [*others, *members, *servers]  # stopped after the run's own environments
@@ -230,23 +230,23 @@ class Supervisor:
             self._restart(member, code)
         except FleetError as error:
             given_up = True
-            if member.worker.node:
-                self._dismiss(member, error)
+            if member.machine:
+                self._dismiss(member.machine, member, error)
             elif not self._on_end:
                 raise
         if self._on_end:
             self._on_end(member.name, output, given_up)
         return ""
 
-    def _dismiss(self, member: _Member, error: FleetError) -> None:
+    def _dismiss(self, machine: JoinedNode, member: _Member, error: FleetError) -> None:
         """Send a joined machine away that has failed too often; the run goes on, unless it ends at
         failures."""
-        machine, why = member.worker.node, without_output(str(error))
-        cast(JoinedNode, member.node).dismiss(why)
+        why = without_output(str(error))
+        machine.dismiss(why)
         if member.worker.restart.on_failure == "stop" or member.health().not_finite:
-            raise FleetError(f"The joined machine {machine} failed: {why}") from None
-        self._say(f"The joined machine {machine} is dismissed: {why}")
-        self._forget(member.node)
+            raise FleetError(f"The joined machine {machine.name} failed: {why}") from None
+        self._say(f"The joined machine {machine.name} is dismissed: {why}")
+        self._forget(machine)
 
     def _restart(self, member: _Member, code: int) -> None:
         self._check_directory()
@@ -367,9 +367,9 @@ class Supervisor:
 class _Member:
     """A worker, and what became of it so far."""
 
-    def __init__(self, worker: Worker, node: Node) -> None:
-        self.worker, self.name, self.node = worker, worker.name, node
-        self.budget = worker.node or worker.name
+    def __init__(self, worker: Worker, node: Node, machine: JoinedNode | None = None) -> None:
+        self.worker, self.name, self.node, self.machine = worker, worker.name, node, machine
+        self.budget = machine.name if machine else worker.name
         self.restarts = 0
         self.failure = ""
         self.env_failures = self.health().failures  # those before this supervisor are known

@@ -62,9 +62,6 @@ class Worker:
     """Whether it goes to another machine than its like, where a launcher has several."""
     health: Path | Callable[[], HealthRecord] | None = None
     """Its health record, or what reads it; None if it keeps none."""
-    node: str = ""
-    """The joined machine it runs on. The failures of a joined machine are counted together, and
-    too many of them end its part of the run."""
 
 
 class RunningWorker(Protocol):
@@ -136,7 +133,10 @@ class Node(Protocol):
 
 
 class JoinedNode(Node, Protocol):
-    """A machine that has joined."""
+    """A machine that has joined. The failures of its workers are counted together, and too many of
+    them end its part of the run."""
+
+    name: str
 
     def dismiss(self, why: str) -> None:
         """Send the machine away."""

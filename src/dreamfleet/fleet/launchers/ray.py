@@ -25,7 +25,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -140,13 +140,13 @@ class RayLauncher:
         self.payloads: dict[str, bytes] = {}
         self._placed: dict[str, tuple[Any, Place]] = {}
         self._apart: dict[str, Any] = {}  # where Ray puts workers that have a node of their own
-        self._free: Callable[[], None] = lambda: None
         self._running: list[RayWorker] = []
-        self._disconnect: Callable[[], None] = lambda: None
+        self._resources = ExitStack()
 
     def __enter__(self) -> Self:
         self.mark.parent.mkdir(parents=True, exist_ok=True)
         self.mark.touch()
+        self._resources.callback(self.mark.unlink, missing_ok=True)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -156,13 +156,11 @@ class RayLauncher:
             worker.kill()
         for worker in self._running:
             worker.wait()
-        self.mark.unlink(missing_ok=True)
-        self._free()
-        self._disconnect()
+        self._resources.close()
 
     def prepare(self, workers: Sequence[Worker]) -> None:
         self.payloads = {each.name: pickled(each.name, each.function) for each in workers}
-        self._disconnect = connect(self._args, _sum(workers))
+        self._resources.callback(connect(self._args, _sum(workers)))
         for worker in () if self._args.ray_wait else workers:
             if not fitting(worker.resources.amounts(), nodes()):
                 raise ConfigError(_no_room(worker))
@@ -210,11 +208,11 @@ class RayLauncher:
 
         bundles = [each.resources.amounts() or {"CPU": _LEAST_CPU} for each in workers]
         group = placement_group(bundles, strategy="STRICT_SPREAD")
-        if group.wait(max(_RESERVED_WITHIN, self._args.ray_wait)):
-            self._apart = {each.name: InGroup(group, n) for n, each in enumerate(workers)}
-            self._free = partial(remove_placement_group, group)
-        else:
+        if not group.wait(max(_RESERVED_WITHIN, self._args.ray_wait)):
             remove_placement_group(group)
+            return
+        self._apart = {each.name: InGroup(group, n) for n, each in enumerate(workers)}
+        self._resources.callback(remove_placement_group, group)
 
     def _place(self, workers: Sequence[Worker], deadline: float) -> None:
         hosts = {worker.name: self._host(worker) for worker in workers}
