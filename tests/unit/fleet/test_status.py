@@ -29,6 +29,7 @@ from dreamfleet.files import atomic_write
 from dreamfleet.fleet import status_writer
 from dreamfleet.fleet.claim import BEAT_NAME
 from dreamfleet.fleet.record import (
+    FILE_NAME,
     MachineStatus,
     RunStatus,
     Scores,
@@ -394,6 +395,25 @@ def test_a_look_takes_what_the_supervisor_wrote(run: Run, monkeypatch: pytest.Mo
     assert (found.step, found.score, found.responding) == (300, 12.5, True)
     assert json.loads(found.to_json())["metrics"] == run.metrics
     assert [worker.name for worker in found.workers] == ["agent"]
+
+
+def test_the_file_holds_what_json_prints(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_writer, "_WRITE_SECONDS", 0.01)
+    with written_by(run):
+        written = json.loads((run.logdir / FILE_NAME).read_text())
+        printed = json.loads(run.look().to_json())
+    assert written.keys() == printed.keys()
+    assert (written["task"], written["score"], written["running"]) == (run.config.task, 12.5, True)
+    assert written["message"].startswith("Waiting: no progress for ")
+
+
+def test_a_supervisor_of_an_older_version_leaves_no_gaps(run: Run) -> None:
+    """Its file says less of the run; the rest is in the run's directory."""
+    run.write(written=time.time(), responding=True)
+    with run.logger():
+        status = run.look()
+    assert (status.task, status.steps, status.step) == (run.config.task, 600, 300)
+    assert status.running
 
 
 @pytest.mark.parametrize("change", ["killed", "stuck", "ended"])
