@@ -22,7 +22,7 @@ import psutil
 from benchmarks.report import Row, compare, program, scratch
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError, import_extra
-from dreamfleet.fleet.record import FleetRecord, write_record
+from dreamfleet.fleet.record import RunStatus, write_record
 from dreamfleet.metrics import read_jsonl
 
 _KEYS = 12
@@ -142,7 +142,7 @@ def _rates(path: Path) -> list[float]:
 def _made_up(logdir: Path, rows: int) -> None:
     logdir.mkdir(parents=True)
     _configure(logdir, seed=0)
-    write_record(logdir, FleetRecord(1, 1.0, "bench", 1000.0, (), "ended"))
+    write_record(logdir, RunStatus(1, 1.0, "bench", 1000.0, (), "ended"))
     (logdir / "metrics.jsonl").write_text("".join(_metrics(10 * n) for n in range(rows)))
     (logdir / "scores.jsonl").write_text("".join(_score(10 * n) for n in range(rows)))
 

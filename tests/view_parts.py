@@ -12,7 +12,7 @@ from typing import Any
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env
-from dreamfleet.fleet.record import FleetRecord, WorkerStatus, write_record
+from dreamfleet.fleet.record import RunStatus, WorkerStatus, write_record
 
 
 def made_up_run(
@@ -23,7 +23,7 @@ def made_up_run(
     config = RunConfig(logdir=logdir, **settings)
     (logdir / "config.json").write_text(config.to_json())
     worker = WorkerStatus("agent", "agent", "ended", None, "", 1000.0)
-    write_record(logdir, FleetRecord(1, 1.0, host, 1000.0, (worker,), "ended"))
+    write_record(logdir, RunStatus(1, 1.0, host, 1000.0, (worker,), "ended"))
     with (logdir / "scores.jsonl").open("w") as file:
         for number in range(episodes):
             row = {"step": 10 * (number + 1), "episode/score": float(number), "time": 5.0 * number}

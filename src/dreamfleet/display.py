@@ -150,7 +150,6 @@ def _for_notebook(status: RunStatus) -> tuple[str, str]:
 
 def picture(status: RunStatus) -> RenderableType:
     """A run as a panel: progress, scores, speed, workers, and why it stands still."""
-    config = status.config
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", min_width=8)
     rows.add_column(ratio=1)
@@ -167,9 +166,9 @@ def picture(status: RunStatus) -> RenderableType:
         parts += [Text(), Text(status.message, style="yellow")]
     return Panel(
         Group(*parts),
-        title=f"[bold]dreamfleet[/] {config.task}",
+        title=f"[bold]dreamfleet[/] {status.task}",
         title_align="left",
-        subtitle=f"[dim]{config.logdir}[/]",
+        subtitle=f"[dim]{status.logdir}[/]",
         subtitle_align="right",
         width=_WIDEST,
         border_style="blue" if status.running else "dim",
@@ -199,8 +198,8 @@ def sparkline(values: Sequence[float], width: int = _SPARKS) -> str:
 
 def _progress(status: RunStatus) -> RenderableType:
     words = f"{readable(status.step)} steps"
-    if status.config.steps:
-        words = f"{readable(status.step)} of {readable(status.config.steps)} steps"
+    if status.steps:
+        words = f"{readable(status.step)} of {readable(status.steps)} steps"
     share = status.share
     if share is None:
         return Text(words)
@@ -243,8 +242,8 @@ def _speed(status: RunStatus) -> RenderableType:
         words.append(f"{readable(round(status.updates_per_second, 1))} updates/s")
     if status.replay_ratio is not None:
         words.append(f"replay ratio {readable(round(status.replay_ratio, 1))}")
-    elif status.config.train_ratio > 0:
-        words.append(f"train ratio {readable(status.config.train_ratio)}")
+    elif status.train_ratio > 0:
+        words.append(f"train ratio {readable(status.train_ratio)}")
     if status.env_failures:
         words.append(f"{status.env_failures} failures of environments")
     return Text("   ".join(words))

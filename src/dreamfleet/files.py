@@ -10,6 +10,7 @@ stay with the kernel. A power cut may lose what came after the last flush.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import shutil
@@ -18,11 +19,17 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.errors import DreamfleetError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Without a line of input this process was killed. Others may write there for some seconds: they end
 # with it.
@@ -49,6 +56,17 @@ def atomic_write(path: Path, content: str | bytes, *, mode: int = 0o644) -> None
         Path(temporary).unlink(missing_ok=True)
         raise
     fsync(path.parent)
+
+
+def read_json(path: Path, kind: type[T]) -> T | None:
+    """What a file of JSON holds; None if there is none, or if it is damaged."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+        log.debug("%s cannot be read: %s", path, error)
+        return None
 
 
 def atomic_rename(temporary: Path, path: Path) -> None:

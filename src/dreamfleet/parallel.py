@@ -120,12 +120,13 @@ def combined(
         with (
             launcher,
             host_membership(run, supervisor, say),
-            _joinable(run, place, supervisor, say),
+            _joinable(run, place, supervisor, say) as log_machines,
         ):
             lines = StatusLines(Watcher(run.logdir).look, progress, say)
 
             def on_tick() -> None:
                 lines.show()
+                log_machines()
                 try:
                     if tick and not raised:
                         tick()
@@ -181,11 +182,11 @@ def parallel_envs(
 @contextmanager
 def _joinable(
     run: RunConfig, place: Place | None, supervisor: Supervisor, say: Say
-) -> Iterator[None]:
-    """Let machines join while the block runs, and say how."""
+) -> Iterator[Callable[[], None]]:
+    """Let machines join while the block runs, and say how; yields what logs them."""
     keys = run.server_keys
     if place is None or keys is None:
-        yield
+        yield lambda: None
         return
     address = Address("tcp", parse_bind(run.bind).listen, place.port)
     with JoinedNodes(run, address.text, supervisor) as nodes:
@@ -196,7 +197,7 @@ def _joinable(
         say(ports_line(place))
         how = "The run has failed."
         try:
-            yield
+            yield nodes.log
             how = "The run is over."
         except KeyboardInterrupt:
             how = "The run was stopped."

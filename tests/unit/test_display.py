@@ -18,7 +18,6 @@ from rich.console import Console
 
 from dreamfleet import display
 from dreamfleet.cli import commands, main
-from dreamfleet.config import RunConfig
 from dreamfleet.display import live, picture, sparkline
 from dreamfleet.fleet.record import MachineStatus, ProcessUsage, RunStatus, Scores, WorkerStatus
 from dreamfleet.fleet.supervisor import silent
@@ -48,7 +47,10 @@ STATUS = RunStatus(
     created=0.0,
     host="here",
     started=0.0,
-    config=RunConfig(steps=12_000, logdir=Path("runs/pole"), envs=2),
+    task="gym:CartPole-v1",
+    logdir="runs/pole",
+    steps=12_000,
+    train_ratio=32.0,
     state="running",
     responding=True,
     step=8_400,
@@ -56,7 +58,6 @@ STATUS = RunStatus(
     metrics={"score": 143.3, "learner/updates": 4012.0, "learner/updates_per_second": 32.31},
     steps_per_second=64.2,
     seconds=131,
-    seconds_left=59,
     waiting="",
     workers=WORKERS,
     supervisor=ProcessUsage(0.02, 58_000_000),
@@ -75,7 +76,7 @@ def test_everything_a_person_asks_is_there() -> None:
         "gym:CartPole-v1",
         "70%",
         "8,400 of 12,000 steps",
-        "2:11 running, 0:59 left, not saved yet",
+        "2:11 running, 0:56 left, not saved yet",
         "143.3   3 episodes, best 400",
         "64.2 steps/s",
         "32.3 updates/s",
@@ -92,7 +93,7 @@ def test_everything_a_person_asks_is_there() -> None:
 
 def test_the_age_of_the_checkpoint_is_shown() -> None:
     saved = replace(STATUS, checkpoint_age=75.0)
-    assert "2:11 running, 0:59 left, saved 1:15 ago" in shown(saved)
+    assert "2:11 running, 0:56 left, saved 1:15 ago" in shown(saved)
     assert "saved 1:15 ago" in saved.line()
     assert "saved" not in shown(replace(STATUS, metrics={})), "there is nothing to save yet"
 
@@ -166,7 +167,7 @@ def test_what_stands_in_the_way_is_said(change: dict[str, Any], words: str) -> N
 
 
 def test_a_run_without_an_end_has_no_bar() -> None:
-    text = shown(replace(STATUS, config=RunConfig(steps=0), seconds_left=None, scores=Scores()))
+    text = shown(replace(STATUS, steps=0, scores=Scores()))
     assert "%" not in text
     assert "left" not in text
 

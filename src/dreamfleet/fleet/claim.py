@@ -24,8 +24,8 @@ from typing import IO
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.record import (
     UNDER_WAY,
-    FleetRecord,
     RunState,
+    RunStatus,
     read_record,
     record_state,
     run_state,
@@ -57,9 +57,7 @@ def claim_directory(logdir: Path, say: Callable[[str], None] = log.warning) -> I
         _refuse_second(logdir, _locked(logdir, lock), say)
         try:
             beat = _Beat(logdir, say)
-            before = read_record(logdir)
-            events = before.events if before else ()
-            write_record(logdir, FleetRecord.of_this_process(events=events))
+            write_record(logdir, RunStatus.of_this_process(logdir))
         except OSError as error:
             raise _not_writable(logdir, error) from None
         state: RunState = "failed"
@@ -115,7 +113,7 @@ def _refuse_second(logdir: Path, locked: bool, say: Callable[[str], None]) -> No
         raise _in_use(logdir, record)
 
 
-def _in_use(logdir: Path, record: FleetRecord | None) -> ConfigError:
+def _in_use(logdir: Path, record: RunStatus | None) -> ConfigError:
     who = f" (process {record.pid} on {record.host})" if record else ""
     return ConfigError(
         f"{logdir} is in use by another run{who}: end it, or choose another directory."

@@ -15,13 +15,14 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace as replace_fields
 
 from dreamfleet import __version__
 from dreamfleet.config import CONFIG_FILE, RunConfig
@@ -128,8 +129,9 @@ class _Machine:
 
     def serve(self, client: Client) -> None:
         """Run what the run's supervisor says, until the run is over."""
-        asked = self._asked()
-        with LocalLauncher(self._place) as launcher, _Workers(launcher) as workers:
+        host, offer = socket.gethostname()[:90] or "machine", self._offer
+        asked = Asked(__version__, "", host, offer.envs, offer.eval_envs, 1)
+        with LocalLauncher(self._place) as launcher, closing(_Workers(launcher)) as workers:
             try:
                 while not (answer := self._ask(client, asked, workers)).over:
                     if answer.dismissed:
@@ -140,21 +142,17 @@ class _Machine:
                         continue
                     if asked.digest:
                         self._say("The run was resumed with other settings: joining again.")
-                    workers.end()
-                    workers.begin(self._tried(answer))
-                    asked = self._asked(answer.digest, workers.config.envs_per_process)
+                    workers.close()
+                    workers.begin(config := self._tried(answer))
+                    size = config.envs_per_process
+                    asked = replace_fields(asked, digest=answer.digest, envs_per_process=size)
             except KeyboardInterrupt:
                 self._say(_LEAVING)
-                workers.end()
+                workers.close()
                 with suppress(TransportError):  # it is noticed after a while
                     client.call("leave", self._token).result(_CALL_SECONDS)
                 raise
         self._say(f"{answer.over} This machine's part is done.")
-
-    def _asked(self, digest: str = "", envs_per_process: int = 1) -> Asked:
-        host = socket.gethostname()[:90] or "machine"
-        numbers = self._offer.envs, self._offer.eval_envs, envs_per_process
-        return Asked(__version__, digest, host, *numbers)
 
     def _ask(self, client: Client, asked: Asked, workers: _Workers) -> Answer:
         """What to run now. Environments wait for a run that does not answer, but not too long."""
@@ -296,12 +294,6 @@ class _Workers:
         self._started: dict[str, _Started] = {}
         self.steps = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.end()
-
     def begin(self, config: RunConfig) -> None:
         self.config = config
         shutil.rmtree(health_path(config, ""), ignore_errors=True)  # counts are of this run
@@ -343,7 +335,7 @@ class _Workers:
         records = [read_health(each.health) for each in self._started.values()]
         return hanging(records, self.config.env_timeout, time.time())
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End all of them. Ctrl-C once more does so at once."""
         running = [each.process for each in self._started.values()]
         try:

@@ -31,7 +31,7 @@ from msgspec import Meta
 from dreamfleet import __version__
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import DreamfleetError
-from dreamfleet.fleet.launchers import RestartPolicy, Worker
+from dreamfleet.fleet.launchers import ReportedWorker, RestartPolicy, Worker
 from dreamfleet.fleet.preflight import step_bytes
 from dreamfleet.fleet.record import MachineStatus
 from dreamfleet.fleet.supervisor import Supervisor
@@ -44,7 +44,7 @@ from dreamfleet.roles.addresses import (
 from dreamfleet.roles.episodes import groups_of
 from dreamfleet.roles.fences import Fence, Fences, read_fences, write_fences
 from dreamfleet.roles.health import HealthRecord, Number
-from dreamfleet.roles.invitations import ROLE, hooks_of, invited
+from dreamfleet.roles.invitations import ROLE, Invited
 from dreamfleet.roles.logger_client import LoggerClient
 from dreamfleet.roles.runtime import STOPPED
 from dreamfleet.roles.spaces_file import SPACES_FILE, read_spaces
@@ -64,7 +64,7 @@ _AWAY_SECONDS = 4.0
 _RATE_SECONDS = 20.0
 _KEPT_MACHINES = 16  # of those that have left
 _GOODBYE_SECONDS = 3.0
-_LOST = -9
+_LOGGED = 2  # messages to the logger at a time
 Name = Annotated[str, Meta(min_length=1, max_length=100)]
 Line = Annotated[str, Meta(max_length=1000)]
 _Key = tuple[str, str]
@@ -125,39 +125,26 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """The environments of each worker that is to run, with its incarnation."""
 
 
-class MachineWorker:
-    """A worker that was started on a joined machine."""
+class MachineWorker(ReportedWorker):
+    """A worker of a joined machine; each start makes a new one. Without an incarnation it was not
+    started yet. An environment has nothing to save, so it counts as ended when it is to stop; its
+    machine hears of it with its next question."""
 
-    error: BaseException | None = None
-
-    def __init__(self, host: str, fence: Fence) -> None:
-        self.host, self.fence, self.pid = host, fence, 0
-        self._output, self._code = "", 0
-        self._ended = threading.Event()
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        return self._code if self._ended.wait(timeout) else None
-
-    def terminate(self) -> None:
-        """Its machine hears of it with its next question; an environment has nothing to save."""
-        self.end(STOPPED)
-
-    def kill(self) -> None:
-        self.end(_LOST)
+    def __init__(self, host: str, fence: Fence, health: HealthRecord | None = None) -> None:
+        super().__init__(host)
+        self.fence, self.health = fence, health or HealthRecord()
+        self._output = ""
+        if not fence.incarnation:
+            self.end(STOPPED)
 
     def output(self) -> str:
         return self._output
 
     def take(self, report: WorkerReport) -> None:
-        self.pid = report.pid
+        self.pid, self.health = report.pid, report.health
         if report.code is not None:
             self._output = _printable(report.output)
             self.end(report.code)
-
-    def end(self, code: int) -> None:
-        if not self._ended.is_set():
-            self._code = code
-            self._ended.set()
 
 
 @dataclass(eq=False)
@@ -166,71 +153,68 @@ class Machine:
 
     name: str
     invitation: str
-    fences: dict[str, Fence]
-    """The environments of each worker; its incarnation is 0 before it is started."""
+    workers: dict[str, MachineWorker]
+    """By what they are called there; the supervisor calls them MACHINE/NAME."""
+    start_worker: Callable[[Machine, str], MachineWorker]
     joined: float
     """On the clock of `JoinedNodes`, as all times here."""
     heard: float
-    start_worker: Callable[[Machine, str], MachineWorker]
     left: str | None = None
     """Why it has left, if it has."""
     dismissed: str = ""
     """Why the run does not want it any more."""
     why: str = ""
-    running: dict[str, MachineWorker] = field(default_factory=dict)
-    reports: dict[str, HealthRecord] = field(default_factory=dict)
     rate: Rate = field(default_factory=partial(Rate, _RATE_SECONDS))
 
     def start(self, worker: Worker) -> MachineWorker:
-        return self.start_worker(self, worker.name)
+        return self.start_worker(self, worker.name.removeprefix(f"{self.name}/"))
 
     def log_file(self, worker: Worker) -> Path:
-        return Path(f"{self.name}:logs") / f"{_local(worker.name)}.log"
+        return Path(f"{self.name}:logs") / f"{worker.name.removeprefix(f'{self.name}/')}.log"
 
     def dismiss(self, why: str) -> None:
         self.dismissed = why
         self.end()
 
-    def workers(self, run: RunConfig) -> list[Worker]:
+    def plan(self, run: RunConfig) -> list[Worker]:
+        """Its workers, for the supervisor."""
+
         def health(name: str) -> HealthRecord:
-            found = self.reports.get(name, HealthRecord())
+            found = self.workers[name].health
             # NaN elsewhere ends the run only if it is set to.
             return replace(found, not_finite=found.not_finite and run.on_nan == "stop")
 
         policy = RestartPolicy(run.on_failure, run.max_restarts)
-        kind = partial(Worker, role="env", function=int, restart=policy, node=self.name)
-        return [kind(name, health=partial(health, name)) for name in self.fences]
+        kind = partial(Worker, role="env", function=int, restart=policy)
+        return [kind(f"{self.name}/{each}", health=partial(health, each)) for each in self.workers]
 
     def orders(self) -> dict[str, Fence]:
         """What is to run there."""
-        return {
-            _local(name): worker.fence
-            for name, worker in list(self.running.items())
-            if worker.wait(0) is None
-        }
+        return {name: each.fence for name, each in self.workers.items() if each.wait(0) is None}
 
     def take(self, report: MachineReport, now: float) -> None:
         self.heard, self.why = now, _printable(report.why)
-        for name, worker in list(self.running.items()):
-            told = report.workers.get(_local(name))
+        for name, worker in self.workers.items():
+            told = report.workers.get(name)
             if told is not None and told.incarnation == worker.fence.incarnation:
-                self.reports[name] = told.health
                 worker.take(told)
         self.rate.add(now, self.steps)
 
     def end(self) -> None:
-        for worker in self.running.values():
-            worker.end(STOPPED)
+        for worker in self.workers.values():
+            worker.terminate()
 
     def count(self, *, is_eval: bool) -> int:
-        return sum(len(each.ids) for each in self.fences.values() if each.is_eval == is_eval)
+        fences = (each.fence for each in self.workers.values())
+        return sum(len(each.ids) for each in fences if each.is_eval == is_eval)
 
     @property
     def steps(self) -> int:
-        return sum(each.steps for each in self.reports.values())
+        return sum(each.health.steps for each in self.workers.values())
 
     def status(self, now: float) -> MachineStatus:
-        failed = max(self.reports.values(), key=lambda each: each.failures, default=HealthRecord())
+        records = [each.health for each in self.workers.values()]
+        failed = max(records, key=lambda each: each.failures)
         away = now - self.heard > _AWAY_SECONDS
         gone = self.left is not None
         return MachineStatus(
@@ -242,7 +226,7 @@ class Machine:
             silence=now - self.heard,
             steps=self.steps,
             steps_per_second=0.0 if gone else self.rate.value,
-            failures=sum(each.failures for each in self.reports.values()),
+            failures=sum(each.failures for each in records),
             error=self.left or self.why or _printable(failed.error),
         )
 
@@ -269,13 +253,11 @@ class JoinedNodes:
         self._chunk_bytes = _chunk_bytes(run)
         self._description, self._host = _description(run), parse(address).host
         self._over = ""
-        self._stop = threading.Event()
-        self._invited = invited(run)
-        self._server = Server(address, "nodes", keys=run.server_keys, **hooks_of(self._invited))
+        self._invited = Invited(run.logdir)
+        self._server = Server(address, "nodes", keys=run.server_keys, **self._invited.hooks())
         for method in (self.poll, self.leave):  # nothing is doubled by a resend
             name = method.__name__
             self._server.bind(name, method, pass_caller=True, repeatable=True, roles=(ROLE,))
-        self._thread = threading.Thread(target=self._keep, name="nodes", daemon=True)
         with self._lock:
             self._write()  # nothing that a run before this one has started acts any more
 
@@ -285,12 +267,11 @@ class JoinedNodes:
 
     def __enter__(self) -> Self:
         self._server.start(block=False)
-        self._thread.start()
+        self._logger = LoggerClient(self._run, "nodes", _LOGGED)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
+        self._logger.close(flush=0.0)
         self._server.close()
 
     def end(self, why: str) -> None:
@@ -299,7 +280,13 @@ class JoinedNodes:
             self._over = why
         deadline = time.monotonic() + _GOODBYE_SECONDS
         while time.monotonic() < deadline and any(m.state == "joined" for m in self.machines()):
-            self._stop.wait(0.05)
+            time.sleep(0.05)
+
+    def log(self) -> None:
+        """Tell the logger of the machines; called every `log_every` seconds."""
+        if self._logger.stats()["inflight"] < _LOGGED:
+            with suppress(TransportError):  # it is restarting, and the next ones follow
+                self._logger.call("add", -1, metrics(self.machines()))
 
     def machines(self) -> tuple[MachineStatus, ...]:
         """Those that have joined, then those that have left."""
@@ -324,8 +311,8 @@ class JoinedNodes:
             node = self._nodes.get(key)
             if node is None and known and not self._over:
                 node = self._nodes[key] = self._make_node(asked, caller.name)
-                log.info("%s has joined with %s", node.name, list(node.fences.values()))
-                self._supervisor.add(node, node.workers(self._run))
+                log.info("%s has joined with %s", node.name, _fences(node))
+                self._supervisor.add(node, node.plan(self._run))
             if node is not None:
                 node.take(report, self._clock())
                 found |= {"name": node.name, "dismissed": node.dismissed, "workers": node.orders()}
@@ -342,7 +329,7 @@ class JoinedNodes:
     # --- environments ----------------------------------------------------------------------------
 
     def _make_node(self, asked: Asked, invitation: str) -> Machine:
-        if self._invited and invitation in self._invited.revoked():
+        if invitation in self._invited.revoked():
             raise Refused("The key of this machine is not valid any more: it was revoked.")
         if not asked.envs + asked.eval_envs:
             raise Refused("A machine joins with one environment at least.")
@@ -355,23 +342,22 @@ class JoinedNodes:
             )
         if run.eval_every and asked.eval_envs:
             raise Refused("This run plays its evaluations itself (eval_every): use --envs only.")
-        name = self._unused_name(asked.host)
-        fences: dict[str, Fence] = {}
-        ids = self._free_ids(asked)
+        name, ids, now = self._unused_name(asked.host), self._free_ids(asked), self._clock()
+        workers: dict[str, MachineWorker] = {}
         for is_eval, own in ((False, ids[: asked.envs]), (True, ids[asked.envs :])):
             for mine in groups_of(own, size, run.actors):
-                kind = "eval" if is_eval else "env"
-                fences[f"{name}/{kind}-{len(fences)}"] = Fence(mine, is_eval, 0, invitation)
-        now = self._clock()
-        return Machine(name, invitation, fences, now, now, self._start)
+                worker = MachineWorker(name, Fence(mine, is_eval, 0, invitation))
+                workers[f"{'eval' if is_eval else 'env'}-{len(workers)}"] = worker
+        return Machine(name, invitation, workers, self._start, now, now)
 
     def _start(self, node: Machine, name: str) -> MachineWorker:
         """Start a worker with the next incarnation, which may act from then on. If that cannot be
         recorded (`OSError`), the worker is not started."""
         with self._lock:
             self._newest += 1
-            fence = replace(node.fences[name], incarnation=self._newest)
-            worker = node.running[name] = MachineWorker(node.name, fence)
+            before = node.workers[name]
+            fence = replace(before.fence, incarnation=self._newest)
+            worker = node.workers[name] = MachineWorker(node.name, fence, before.health)
             try:
                 self._write()
             except OSError:
@@ -381,13 +367,13 @@ class JoinedNodes:
 
     def _write(self) -> None:
         """Record which environments may act."""
-        fences = tuple(e.fence for node in self._nodes.values() for e in node.running.values())
-        write_fences(self._run.logdir, Fences(self._newest, fences))
+        started = (e for node in self._nodes.values() for e in _fences(node) if e.incarnation)
+        write_fences(self._run.logdir, Fences(self._newest, tuple(started)))
 
     def _free_ids(self, asked: Asked) -> tuple[int, ...]:
         """The lowest ids that are free, after the run's own: the streams of the replay stay few."""
         wanted = asked.envs + asked.eval_envs
-        fences = [each for node in self._nodes.values() for each in node.fences.values()]
+        fences = (each for node in self._nodes.values() for each in _fences(node))
         used = {envid for each in fences for envid in each.ids}
         if wanted > (room := self._room(len(used))):
             raise Refused(
@@ -428,29 +414,16 @@ class JoinedNodes:
 
     def _drop_gone(self) -> None:
         """Drop machines that are lost or revoked."""
-        now, revoked = self._clock(), self._invited.revoked() if self._invited else ()
+        now, revoked = self._clock(), self._invited.revoked()
         for key, node in list(self._nodes.items()):
             if node.invitation in revoked:
                 self._drop(key, f"its invitation {node.invitation!r} was revoked")
             elif now - node.heard > LOST_SECONDS:
                 self._drop(key, f"has been silent for {LOST_SECONDS:g} s")
 
-    def _keep(self) -> None:
-        """Drop machines that are gone, and tell the logger of the others."""
-        logger = LoggerClient(self._run, "nodes", 2)
-        try:
-            while not self._stop.wait(self._run.log_every):
-                machines = self.machines()
-                if logger.stats()["inflight"] < 2:
-                    with suppress(TransportError):  # it is restarting, and the next ones follow
-                        logger.call("add", -1, metrics(machines))
-        finally:
-            logger.close(flush=0.0)
 
-
-def _local(name: str) -> str:
-    """What a worker is called on its machine."""
-    return name.rpartition("/")[2]
+def _fences(node: Machine) -> list[Fence]:
+    return [each.fence for each in node.workers.values()]
 
 
 def _printable(text: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,8 +21,8 @@ from dreamfleet.checkpoint import Checkpoint, CheckpointError, step_of
 from dreamfleet.config import RunConfig
 from dreamfleet.envs.diagnose import trim_traceback
 from dreamfleet.files import temporary_folder
-from dreamfleet.fleet.launchers import ONE_THREAD, Launcher, RestartPolicy, Worker, find_launcher
-from dreamfleet.fleet.supervisor import FleetError, Supervisor
+from dreamfleet.fleet.launchers import ONE_THREAD, RestartPolicy, Worker, find_launcher
+from dreamfleet.fleet.supervisor import Supervisor
 from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS
 from dreamfleet.metrics.evaluations import (
     evaluation_metrics,
@@ -72,7 +72,7 @@ def eval_environments(
         found = trim_traceback(health(group).traceback)
         return found or "The environment was started again in the middle of an episode."
 
-    def on_failure(name: str, output: str, for_good: bool) -> None:
+    def on_end(name: str, output: str, for_good: bool) -> None:
         """A process has ended: the episodes of its environments have failed."""
         group = next(each for each in groups if name == f"eval-{each[0]}")
         record = health(group)
@@ -103,7 +103,7 @@ def eval_environments(
         for group in groups
     ]
     with find_launcher(name)(folder) as launcher, server:
-        supervisor = _EmbeddedSupervisor(workers, launcher, on_failure)
+        supervisor = Supervisor(workers, launcher, on_end=on_end)
         thread = threading.Thread(target=supervise, name="eval-supervisor", daemon=True)
         thread.start()
         try:
@@ -111,29 +111,6 @@ def eval_environments(
         finally:
             supervisor.stop()
             thread.join()
-
-
-class _EmbeddedSupervisor(Supervisor):
-    """A supervisor without a run: no record, no claim, and a worker that is given up ends nothing.
-    `on_failure` is told of each that has ended: its name and output, and whether it is given up."""
-
-    def __init__(
-        self,
-        workers: Sequence[Worker],
-        launcher: Launcher,
-        on_failure: Callable[[str, str, bool], None],
-    ) -> None:
-        super().__init__(workers, launcher)
-        self._on_worker_failure = on_failure
-
-    def _on_exit(self, member: Any, code: int) -> str:
-        given_up, output = False, member.output()  # before it is started again
-        try:
-            super()._on_exit(member, code)
-        except FleetError:
-            given_up = True
-        self._on_worker_failure(member.name, output, given_up)
-        return ""
 
 
 # --- rounds while a run trains -------------------------------------------------------------------

@@ -10,15 +10,14 @@ import logging
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import msgspec
 import psutil
 
-from dreamfleet.config import RunConfig
-from dreamfleet.files import atomic_write
+from dreamfleet.files import atomic_write, read_json
 from dreamfleet.formatting import clock, readable
 
 log = logging.getLogger(__name__)
@@ -31,10 +30,6 @@ MachineState = Literal["joined", "away", "left"]
 RunState = Literal["running", "ending", "evaluating", "ended", "failed", "killed", "unknown"]
 EventKind = Literal["failed", "started", "environment failed"]
 UNDER_WAY = ("running", "ending", "evaluating")
-_DERIVED = (
-    *("message", "env_failures", "start", "share", "score", "eval_score", "updates"),
-    *("updates_per_second", "replay_ratio"),
-)
 
 
 @dataclass(frozen=True)
@@ -111,8 +106,8 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class FleetRecord:
-    """A supervisor, its workers, and how their run is doing: what the file holds."""
+class RunStatus:
+    """A supervisor, its workers, and how their run is doing: everything that displays show."""
 
     pid: int
     created: float
@@ -127,8 +122,18 @@ class FleetRecord:
     another machine and there is no sign of life."""
     events: tuple[Event, ...] = ()
     """The newest failures and restarts of the run, in order."""
+    machines: tuple[MachineStatus, ...] = ()
+    """Those that have joined, then those that have left."""
+    # What follows is not known before the run's directory was looked at.
     written: float = 0.0
     """Unix time; 0 as long as the supervisor knows nothing but its workers."""
+    task: str = ""
+    logdir: str = ""
+    steps: int = 0
+    """All that the run makes; 0 for no end."""
+    duration: float = 0.0
+    """Seconds after which it ends; 0 for no end."""
+    train_ratio: float = 0.0
     responding: bool = False
     """Whether the logger responds."""
     step: int = 0
@@ -138,7 +143,6 @@ class FleetRecord:
     steps_per_second: float = 0.0
     seconds: float = 0.0
     """Since the run was started or resumed; 0 if it is not running."""
-    seconds_left: float | None = None
     waiting: str = ""
     """Why the run stands still, one sentence without a period; empty if it does not."""
     hanging: str = ""
@@ -148,25 +152,14 @@ class FleetRecord:
     """What the supervisor's process uses, with the workers that are its threads."""
     checkpoint_age: float | None = None
     """Seconds since the last checkpoint of the agent; None if there is none."""
-    machines: tuple[MachineStatus, ...] = ()
-    """Those that have joined, then those that have left."""
 
     @classmethod
-    def of_this_process(cls, events: tuple[Event, ...] = ()) -> Self:
+    def of_this_process(cls, logdir: Path | None = None) -> Self:
+        """What a supervisor in this process begins with: the events of its run so far."""
         me, now = psutil.Process(), time.time()
+        before = read_record(logdir) if logdir else None
+        events = before.events if before else ()
         return cls(me.pid, me.create_time(), socket.gethostname(), now, events=events)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunStatus(FleetRecord):
-    """A record with the run's configuration: everything that displays show."""
-
-    config: RunConfig
-
-    @classmethod
-    def of(cls, record: FleetRecord, config: RunConfig, **changes: Any) -> Self:
-        """The status that a record describes."""
-        return cls(config=config, **{**vars(record), **changes})
 
     @property
     def running(self) -> bool:
@@ -175,7 +168,7 @@ class RunStatus(FleetRecord):
     @property
     def complete(self) -> bool:
         """Whether all steps are made."""
-        return 0 < self.config.steps <= self.step
+        return 0 < self.steps <= self.step
 
     @property
     def score(self) -> float | None:
@@ -214,10 +207,20 @@ class RunStatus(FleetRecord):
     @property
     def share(self) -> float | None:
         """How much of the run is done, from 0 to 1; None if it has no end."""
-        shares = [self.step / self.config.steps] if self.config.steps else []
-        if self.config.duration and self.running:
-            shares.append(self.seconds / self.config.duration)
+        shares = [self.step / self.steps] if self.steps else []
+        if self.duration and self.running:
+            shares.append(self.seconds / self.duration)
         return min(1.0, max(shares)) if shares else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until what ends the run first; None if that is not known."""
+        if not self.running or self.complete:  # the time of the last updates is unknown
+            return None
+        ends = [self.duration - self.seconds] if self.duration else []
+        if self.steps and self.steps_per_second > 0:
+            ends.append((self.steps - self.step) / self.steps_per_second)
+        return max(0.0, min(ends)) if ends else None
 
     @property
     def message(self) -> str:
@@ -239,7 +242,7 @@ class RunStatus(FleetRecord):
 
     def line(self) -> str:
         """The numbers in one line."""
-        goal = f" of {readable(self.config.steps)}" if self.config.steps else ""
+        goal = f" of {readable(self.steps)}" if self.steps else ""
         numbers = (
             ("score {}", self.score),
             ("evaluation {}", self.eval_score),
@@ -265,16 +268,10 @@ class RunStatus(FleetRecord):
         return "  ".join(parts)
 
     def to_json(self) -> str:
-        """One JSON object; numbers that are not finite are null."""
-        plain = {
-            "task": self.config.task,
-            "logdir": str(self.config.logdir),
-            "steps": self.config.steps,
-            **_stored(self),
-            **{name: getattr(self, name) for name in _DERIVED},
-            "best_score": self.scores.best,
-            "episodes": self.scores.count,
-        }
+        """One JSON object, which `status.json` holds; numbers that are not finite are null."""
+        derived = [name for name, each in vars(RunStatus).items() if isinstance(each, property)]
+        plain = {**vars(self), **{name: getattr(self, name) for name in derived}}
+        plain |= {"best_score": self.scores.best, "episodes": self.scores.count}
         return msgspec.json.encode(plain, enc_hook=float).decode()
 
     def _number(self, key: str) -> float | None:
@@ -286,25 +283,14 @@ def _count(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
-def _stored(record: FleetRecord) -> dict[str, Any]:
-    """What the file holds of a record."""
-    return {each.name: getattr(record, each.name) for each in fields(FleetRecord)}
-
-
-def write_record(logdir: Path, record: FleetRecord) -> None:
+def write_record(logdir: Path, record: RunStatus) -> None:
     """Replace `status.json`."""
-    atomic_write(logdir / FILE_NAME, msgspec.json.encode(_stored(record), enc_hook=float))
+    atomic_write(logdir / FILE_NAME, record.to_json())
 
 
-def read_record(logdir: Path) -> FleetRecord | None:
+def read_record(logdir: Path) -> RunStatus | None:
     """What the supervisor wrote last; None if there is no such file, or if it is damaged."""
-    try:
-        return msgspec.json.decode((logdir / FILE_NAME).read_bytes(), type=FleetRecord)
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
-        log.debug("%s of %s cannot be read: %s", FILE_NAME, logdir, error)
-        return None
+    return read_json(logdir / FILE_NAME, RunStatus)
 
 
 def record_state(logdir: Path, state: RunState, unless: tuple[RunState, ...] = ()) -> None:
@@ -317,7 +303,7 @@ def record_state(logdir: Path, state: RunState, unless: tuple[RunState, ...] = (
         log.warning("The status of the run cannot be written: %s", error)
 
 
-def supervisor_process(record: FleetRecord) -> psutil.Process | None:
+def supervisor_process(record: RunStatus) -> psutil.Process | None:
     """The supervisor's process, if it is alive and on this machine."""
     if record.host != socket.gethostname():
         return None
@@ -329,7 +315,7 @@ def supervisor_process(record: FleetRecord) -> psutil.Process | None:
         return None
 
 
-def run_state(record: FleetRecord | None) -> RunState:
+def run_state(record: RunStatus | None) -> RunState:
     """What a record says of a run, and whether its supervisor is alive."""
     if record is None:
         return "ended"

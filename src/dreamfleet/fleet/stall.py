@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from dreamfleet.config import RunConfig
 from dreamfleet.fleet.record import MachineStatus, RunStatus, WorkerStatus
 from dreamfleet.roles.health import HealthRecord
 
@@ -43,7 +44,10 @@ def waits_for(
 
 
 def why_still(
-    status: RunStatus, still_for: float = 0.0, elsewhere: Iterable[HealthRecord] = ()
+    status: RunStatus,
+    config: RunConfig,
+    still_for: float = 0.0,
+    elsewhere: Iterable[HealthRecord] = (),
 ) -> str:
     """Why the run stands still, for so many seconds, without a period. `elsewhere` are the health
     records of roles that were started by hand."""
@@ -54,7 +58,7 @@ def why_still(
     if status.complete:
         learner = waiting.get("agent", "it is being saved")
         return f"the run has made all its steps: {learner}"
-    config, present = status.config, any(each.state != "left" for each in status.machines)
+    present = any(each.state != "left" for each in status.machines)
     if config.bind and config.remote_envs and not present:
         return (
             f"no machine has joined: 'dreamfleet invite {config.logdir}' shows what to type there"

@@ -18,20 +18,17 @@ import msgspec
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig, read_config
 from dreamfleet.errors import ConfigError
+from dreamfleet.files import read_json
 from dreamfleet.fleet.claim import BeatWatch
 from dreamfleet.fleet.record import (
     UNDER_WAY,
-    FleetRecord,
     RunState,
     RunStatus,
     Scores,
-    WorkerStatus,
     read_record,
     run_state,
 )
-from dreamfleet.fleet.stall import hanging, late_after, waits_for
 from dreamfleet.metrics.outputs.jsonl import JsonlTail, last_rows
-from dreamfleet.roles.health import HealthRecord, read_health
 from dreamfleet.roles.logger import RECENT_EPISODES, RECORD
 
 log = logging.getLogger(__name__)
@@ -85,62 +82,55 @@ class Watcher:
         self._logdir = logdir
         self._scores = _ScoresReader(logdir / "scores.jsonl", score_bytes)
         self._beat = BeatWatch(logdir)
-        self._config: RunConfig | None = None
+        self.config: RunConfig | None = None
+        """As it was read last."""
         self._config_written = 0
 
     def look(self, patience: float = _BEAT_SECONDS) -> RunStatus | None:
         """What the run is doing; None as long as there is no configuration in its directory. Waits
         so many seconds for a sign of life from another machine."""
-        config, record = self._read_config(), read_record(self._logdir)
-        state = run_state(record)
-        if config is None or record is None:
-            return self.derive(record, state)
-        age = 0.0  # the clock of another machine may differ
-        if state != "unknown":
+        record = read_record(self._logdir)
+        state, age = run_state(record), 0.0  # the clock of another machine may differ
+        if record is not None and state != "unknown":
             age = abs(time.time() - record.written)
-        elif self._beat.beats(patience):
+        elif record is not None and self._beat.beats(patience):
             state = record.state
-        known = state in UNDER_WAY and record.written > 0
-        if known and age <= _STALE_SECONDS:
-            return RunStatus.of(record, config, state=state)
-        status = self.derive(record, state)
-        if status is None or not known or state != "running":
-            return status
+        known = record is not None and record.written and record.task  # an older version has none
+        if record is None or state not in UNDER_WAY or not known:
+            return self.derive(record, state)
+        record = replace(record, logdir=str(self._logdir))
+        if age <= _STALE_SECONDS:
+            return record
         late = f"the supervisor has not written its status for {age:.0f} s"
-        return replace(status, waiting=late)
+        return replace(record, waiting=late, hanging="", responding=False, steps_per_second=0.0)
 
-    def derive(self, record: FleetRecord | None, state: RunState) -> RunStatus | None:
+    def derive(self, record: RunStatus | None, state: RunState) -> RunStatus | None:
         """What the files of the directory say; None as long as there is no configuration."""
-        config = self._read_config()
-        if config is None:
+        if (config := self._read_config()) is None:
             return None
-        scores, metrics = self._scores.read(), newest_metrics(self._logdir)
-        step = metrics.get("step", 0)
         now, running = time.time(), state in UNDER_WAY
-        known = record or FleetRecord(0, 0.0, "", now)
+        known = record or RunStatus(0, 0.0, "", now)
+        workers, machines = known.workers, known.machines
+        if not running:
+            over: dict[str, Any] = {"usage": None, "seconds": 0.0, "waiting": ""}
+            workers = tuple(replace(each, state="ended", pid=None, **over) for each in workers)
+            machines = tuple(replace(e, state="left", steps_per_second=0.0) for e in machines)
+        scores, metrics = self._scores.read(), newest_metrics(self._logdir, logged=not running)
+        step = metrics.get("step", 0)
         saved = Checkpoint(config.checkpoints).saved_at() if running else None
-        late = late_after(config.log_every)
-        found = [self._as_now(each, now, late) for each in known.workers] if running else []
-        workers = [each for each, _ in found] if running else map(_ended, known.workers)
-        slow = [health for _, health in found] if state == "running" else []
-        left = (replace(each, state="left", steps_per_second=0.0) for each in known.machines)
-        return RunStatus.of(
-            known,
-            config,
-            workers=tuple(workers),
-            state=state,
-            responding=False,
+        return RunStatus(
+            *(known.pid, known.created, known.host, known.started),
+            *(workers, state, known.events, machines),
+            task=config.task,
+            logdir=str(self._logdir),
+            steps=config.steps,
+            duration=config.duration,
+            train_ratio=config.train_ratio,
             step=max(self._scores.last_step, int(step) if isinstance(step, int | float) else 0),
             scores=scores,
             metrics=metrics,
-            steps_per_second=0.0,
             seconds=now - known.started if running else 0.0,
-            seconds_left=None,
-            waiting="",
-            hanging=hanging(slow, config.env_timeout, now),
-            supervisor=None,
             checkpoint_age=None if saved is None else max(0.0, now - saved),
-            machines=tuple(left),
         )
 
     def _read_config(self) -> RunConfig | None:
@@ -148,26 +138,8 @@ class Watcher:
         with suppress(OSError, ConfigError):
             written = (self._logdir / "config.json").stat().st_mtime_ns
             if written != self._config_written:
-                self._config, self._config_written = read_config(self._logdir), written
-        return self._config
-
-    def _as_now(
-        self, worker: WorkerStatus, now: float, late: float
-    ) -> tuple[WorkerStatus, HealthRecord]:
-        """A worker as it is now, and its health record; the agent has a second one, its actor's."""
-        path = self._logdir / "workers" / worker.name
-        health = read_health(path) if worker.state == "running" else HealthRecord()
-        waiting = [waits_for(worker, health, now, late)]
-        if worker.role == "agent":
-            actor = read_health(path.with_name("actor"))
-            waiting.insert(0, waits_for(worker, actor, now, late, "actor"))
-        seconds = max(0.0, now - worker.started) if worker.pid else 0.0
-        text = "; ".join(filter(None, waiting))
-        return replace(worker, seconds=seconds, waiting=text), health
-
-
-def _ended(worker: WorkerStatus) -> WorkerStatus:
-    return replace(worker, state="ended", pid=None, usage=None, seconds=0.0, waiting="")
+                self.config, self._config_written = read_config(self._logdir), written
+        return self.config
 
 
 class _ScoreRow(msgspec.Struct):
@@ -184,9 +156,8 @@ class _ScoresReader:
         self._count = 0
         self._best: float | None = None
         self._recent: deque[float] = deque(maxlen=RECENT_EPISODES)
-        self._curve: list[float] = []
-        self._width = 1  # episodes of a point of the curve
-        self._sum, self._summed = 0.0, 0  # of the next point
+        self._sums: list[float] = []  # of the episodes of each point of the curve
+        self._width = 1  # how many those are; the last point may have fewer
         self.last_step = 0
 
     def read(self) -> Scores:
@@ -197,35 +168,32 @@ class _ScoresReader:
                 self.last_step = max(self.last_step, int(row.step))
                 if row.score is not None:
                     self._add(row.score)
-        rest = [self._sum / self._summed] if self._summed else []
-        return Scores(self._count, self._best, tuple(self._recent), (*self._curve, *rest))
+        counts = range(self._count, 0, -self._width)
+        curve = (total / min(self._width, n) for total, n in zip(self._sums, counts, strict=True))
+        return Scores(self._count, self._best, tuple(self._recent), tuple(curve))
 
     def _add(self, score: float) -> None:
-        self._count += 1
         self._best = score if self._best is None else max(self._best, score)
         self._recent.append(score)
-        self._sum, self._summed = self._sum + score, self._summed + 1
-        if self._summed < self._width:
-            return
-        self._curve.append(self._sum / self._width)
-        self._sum, self._summed = 0.0, 0
-        if len(self._curve) == _CURVE_POINTS:
-            pairs = zip(self._curve[::2], self._curve[1::2], strict=True)
-            self._curve = [(first + second) / 2 for first, second in pairs]
+        if self._count % self._width == 0:
+            self._sums.append(0.0)
+        self._sums[-1] += score
+        self._count += 1
+        if self._count == _CURVE_POINTS * self._width:
+            self._sums = [sum(pair) for pair in zip(self._sums[::2], self._sums[1::2], strict=True)]
             self._width *= 2
 
 
-def newest_metrics(logdir: Path) -> dict[str, Any]:
-    """The newest text or finite number of every key, as the logger recorded them; in a run of an
-    older version, those in the last lines of `metrics.jsonl`."""
-    newest: dict[str, Any] = {}
-    try:
-        record = (logdir / "workers" / RECORD).read_bytes()
-        newest = msgspec.json.decode(record, type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError, RecursionError):
-        with suppress(FileNotFoundError), (logdir / "metrics.jsonl").open("rb") as file:
-            for row in last_rows(file, _METRICS_BYTES):
-                newest |= row
+def newest_metrics(logdir: Path, *, logged: bool = True) -> dict[str, Any]:
+    """The newest text or finite number of every key, as the logger recorded them; without a record,
+    as in a run of an older version, those in the last lines of `metrics.jsonl` if `logged`."""
+    newest = read_json(logdir / "workers" / RECORD, dict[str, Any])
+    if newest is None:
+        newest = {}
+        if logged:
+            with suppress(FileNotFoundError), (logdir / "metrics.jsonl").open("rb") as file:
+                for row in last_rows(file, _METRICS_BYTES):
+                    newest |= row
     return {key: value for key, value in newest.items() if isinstance(value, str) or _finite(value)}
 
 

@@ -6,28 +6,21 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import psutil
 
-from dreamfleet.config import RunConfig
-from dreamfleet.fleet.record import (
-    FleetRecord,
-    ProcessUsage,
-    RunStatus,
-    WorkerStatus,
-    write_record,
-)
-from dreamfleet.fleet.stall import idle_machines, late_after, why_still
+from dreamfleet.fleet.record import ProcessUsage, RunStatus, WorkerStatus, write_record
+from dreamfleet.fleet.stall import hanging, idle_machines, late_after, waits_for, why_still
 from dreamfleet.fleet.status import Watcher
 from dreamfleet.metrics.timing import Rate
 from dreamfleet.roles.addresses import server_name
-from dreamfleet.roles.health import read_health
+from dreamfleet.roles.health import HealthRecord, read_health
 from dreamfleet.roles.logger import RECORD
 
 log = logging.getLogger(__name__)
@@ -43,11 +36,10 @@ class StatusWriter:
     """Writes `status.json` once a second while the block runs, and at its end. `record` returns
     what the supervisor knows of itself, its workers and machines; None to write nothing."""
 
-    def __init__(self, logdir: Path, record: Callable[[], FleetRecord | None]) -> None:
+    def __init__(self, logdir: Path, record: Callable[[], RunStatus | None]) -> None:
         self._logdir, self._record = logdir, record
         self._files = Watcher(logdir)
         self._logger = logdir / "workers" / RECORD
-        self._metrics: Mapping[str, Any] = {}
         self._beat: tuple[int, int, float] = (0, 0, 0.0)  # of the logger, and when it was seen
         self._progress = _Progress()
         self._processes: dict[int, tuple[psutil.Process, float, ProcessUsage]] = {}
@@ -77,43 +69,60 @@ class StatusWriter:
         except Exception as error:  # such as a full disk, which must not end the run
             log.warning("The status of the run cannot be written: %s", error)
 
-    def look(self, record: FleetRecord) -> RunStatus | None:
+    def look(self, record: RunStatus) -> RunStatus | None:
         """What the run is doing; None as long as there is no configuration in its directory."""
-        now = time.monotonic()
+        now, folder = time.monotonic(), self._logdir / "workers"
         responding = self._logger_responds(record, now)  # before its metrics are read
         found = self._files.derive(record, record.state)
-        if found is None or not found.running:
+        config = self._files.config
+        if found is None or config is None or not found.running:
             return found
-        config, folder = found.config, self._logdir / "workers"
-        if responding:  # else metrics may be those of the run before
-            self._metrics = found.metrics
+        if responding:
             self._progress.add(now, found.step, read_health(folder / "agent").steps)
-        rate = self._progress.rate
-        idle = idle_machines(record.machines) if record.state == "running" else ()
+        late = late_after(config.log_every)
+        running = [each for each in found.workers if each.state == "running"]
+        health = {each.name: read_health(folder / each.name) for each in running}
         status = replace(
             found,
             written=time.time(),
             responding=responding,
-            metrics=self._metrics,
-            steps_per_second=rate,
-            seconds_left=_time_left(config, found.step, rate, found.seconds),
+            steps_per_second=self._progress.rate,
             workers=tuple(
-                # A thread of the supervisor has no process of its own.
-                replace(each, usage=None if each.pid == record.pid else self._usage(each))
+                self._as_now(each, health.get(each.name, HealthRecord()), late, record.pid)
                 for each in found.workers
             ),
             supervisor=self._usage(record),
-            machines=record.machines,
-            hanging="; ".join(filter(None, [found.hanging, *idle])),
         )
-        moves = responding and not self._progress.stands_still(config.log_every)
-        if moves or status.state != "running":
+        if status.state != "running":
+            return status
+        stuck = [hanging(health.values(), config.env_timeout, status.written)]
+        stuck += idle_machines(status.machines)
+        status = replace(status, hanging="; ".join(filter(None, stuck)))
+        if responding and not self._progress.stands_still(config.log_every):
             return status
         shards = range(config.replay_shards if config.remote_replay else 0)
         elsewhere = [read_health(folder / server_name("replay", shard)) for shard in shards]
-        return replace(status, waiting=why_still(status, self._progress.still_for, elsewhere))
+        why = why_still(status, config, self._progress.still_for, elsewhere)
+        return replace(status, waiting=why)
 
-    def _logger_responds(self, record: FleetRecord, now: float) -> bool:
+    def _as_now(
+        self, worker: WorkerStatus, health: HealthRecord, late: float, supervisor: int
+    ) -> WorkerStatus:
+        """A worker as it is now; the agent has a second health record, its actor's."""
+        now = time.time()
+        waiting = [waits_for(worker, health, now, late)]
+        if worker.role == "agent":
+            actor = read_health(self._logdir / "workers" / "actor")
+            waiting.insert(0, waits_for(worker, actor, now, late, "actor"))
+        return replace(
+            worker,
+            seconds=max(0.0, now - worker.started) if worker.pid else 0.0,
+            waiting="; ".join(filter(None, waiting)),
+            # A thread of the supervisor has no process of its own.
+            usage=None if worker.pid == supervisor else self._usage(worker),
+        )
+
+    def _logger_responds(self, record: RunStatus, now: float) -> bool:
         """Whether the logger has replaced its record a short while ago. One that is a part of the
         agent, in a serial run, may be busy."""
         try:
@@ -125,7 +134,7 @@ class StatusWriter:
         in_agent = not any(each.role == "logger" for each in record.workers)
         return in_agent or now - self._beat[2] < _SILENT_SECONDS
 
-    def _usage(self, of: WorkerStatus | FleetRecord) -> ProcessUsage | None:
+    def _usage(self, of: WorkerStatus | RunStatus) -> ProcessUsage | None:
         """What a process uses, sampled now and then; None if it is not on this machine."""
         pid, now = of.pid, time.monotonic()
         if pid is None or of.host != socket.gethostname():
@@ -148,21 +157,17 @@ class _Progress:
     """How fast a run makes steps, and whether it stands still."""
 
     def __init__(self) -> None:
-        self._now = 0.0
         self._steps = Rate(_RATE_SECONDS)
-        self._step = 0
-        self._step_since = self._updates_since = -inf
-        self._updates = 0
+        self._step = self._updates = -1
+        self._now = self._stepped = self._updated = 0.0  # when those were last seen to change
         self._moved = False
 
     def add(self, now: float, step: int, updates: int) -> None:
         """Take how many steps and updates there are."""
-        first = self._step_since == -inf
-        if first or step != self._step:
-            self._moved = not first
-            self._step_since = now
-        if first or updates != self._updates or not self._step:  # the first steps come first
-            self._updates_since = now
+        if step != self._step:
+            self._moved, self._stepped = self._step >= 0, now
+        if updates != self._updates or not self._step:  # the first steps come first
+            self._updated = now
         if not step:  # what was before the first step does not count
             self._steps = Rate(_RATE_SECONDS)
         self._steps.add(now, step)
@@ -176,22 +181,10 @@ class _Progress:
     @property
     def still_for(self) -> float:
         """Seconds since the last step or the last update, whichever is longer ago."""
-        return self._now - min(self._step_since, self._updates_since)
+        return self._now - min(self._stepped, self._updated)
 
     def stands_still(self, log_every: float) -> bool:
         """Whether there were no steps, or no updates, for a while. Steps are reported at once, or,
         without environments, every `log_every` seconds. Updates start long after them."""
-        if not self._moved or self._now - self._step_since > 1.5 * log_every:
-            return True
-        return self._now - self._updates_since > late_after(log_every)
-
-
-def _time_left(config: RunConfig, step: int, rate: float, seconds: float) -> float | None:
-    if 0 < config.steps <= step:  # the last updates are made; their time is unknown
-        return None
-    ends = []
-    if config.duration:
-        ends.append(config.duration - seconds)
-    if config.steps and rate > 0:
-        ends.append((config.steps - step) / rate)
-    return max(0.0, min(ends)) if ends else None
+        late = self._now - self._stepped > 1.5 * log_every
+        return late or not self._moved or self._now - self._updated > late_after(log_every)

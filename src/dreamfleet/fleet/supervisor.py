@@ -8,7 +8,6 @@ import shutil
 import signal
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -16,13 +15,14 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from dreamfleet.errors import DreamfleetError
 from dreamfleet.fleet.launchers import (
     JoinedNode,
     Launcher,
     Node,
+    ReportedWorker,
     RestartPolicy,
     RunningWorker,
     Worker,
@@ -31,12 +31,11 @@ from dreamfleet.fleet.record import (
     MAX_EVENTS,
     Event,
     EventKind,
-    FleetRecord,
     MachineStatus,
     RunState,
+    RunStatus,
     WorkerState,
     WorkerStatus,
-    read_record,
 )
 from dreamfleet.fleet.status_writer import StatusWriter
 from dreamfleet.roles.health import Health, HealthRecord, read_health
@@ -95,6 +94,8 @@ class Supervisor:
         logdir: Where `status.json` is written; None for nowhere.
         duration: Seconds after which the run is stopped; 0 for never.
         say: Takes lines to show.
+        on_end: Told of each worker that has ended: its name, its output, and whether it is given
+            up. One that is given up ends nothing then.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Supervisor:
         logdir: Path | None = None,
         duration: float = 0.0,
         say: Say = silent,
+        on_end: Callable[[str, str, bool], None] | None = None,
     ) -> None:
         self.machines: Callable[[], tuple[MachineStatus, ...]] = tuple
         """Machines that have joined, for `status.json`."""
@@ -114,13 +116,12 @@ class Supervisor:
         self._launcher = launcher
         self._failures = Failures()
         self._told_of_envs = False
-        self._duration, self._say = duration, say
+        self._duration, self._say, self._on_end = duration, say, on_end
         self._events: queue.SimpleQueue[Callable[[], str]] = queue.SimpleQueue()
         self._logdir = logdir
         self._inode = logdir.stat().st_ino if logdir is not None else None
-        before = read_record(logdir) if logdir is not None else None
-        self._events_seen = deque(before.events if before else (), MAX_EVENTS)
-        self._record = FleetRecord.of_this_process()
+        self._record = RunStatus.of_this_process(logdir)
+        self._events_seen = deque(self._record.events, MAX_EVENTS)
         self._state: RunState = "running"
         self._at_once = self._interrupted = False
 
@@ -206,7 +207,7 @@ class Supervisor:
         return ""
 
     def _on_join(self, node: JoinedNode, workers: Sequence[Worker]) -> str:
-        members = [_Member(worker, node) for worker in workers]
+        members = [_Member(worker, node, node) for worker in workers]
         servers = [m for m in self._members if m.worker.role in ("replay", "logger")]
         others = [m for m in self._members if m not in servers]
         self._members = [*others, *members, *servers]  # stopped after the run's own environments
@@ -224,18 +225,28 @@ class Supervisor:
             return ""  # its machine has left
         if member.worker.ends_run and code == 0:
             return "done"
+        given_up, output = False, member.output() if self._on_end else ""  # before its next start
         try:
             self._restart(member, code)
         except FleetError as error:
-            if not member.worker.node:
+            given_up = True
+            if member.machine:
+                self._dismiss(member.machine, member, error)
+            elif not self._on_end:
                 raise
-            why = without_output(str(error))
-            cast(JoinedNode, member.node).dismiss(why)
-            if member.worker.restart.on_failure == "stop" or member.health().not_finite:
-                raise FleetError(f"The joined machine {member.worker.node} failed: {why}") from None
-            self._say(f"The joined machine {member.worker.node} is dismissed: {why}")
-            self._forget(member.node)
+        if self._on_end:
+            self._on_end(member.name, output, given_up)
         return ""
+
+    def _dismiss(self, machine: JoinedNode, member: _Member, error: FleetError) -> None:
+        """Send a joined machine away that has failed too often; the run goes on, unless it ends at
+        failures."""
+        why = without_output(str(error))
+        machine.dismiss(why)
+        if member.worker.restart.on_failure == "stop" or member.health().not_finite:
+            raise FleetError(f"The joined machine {machine.name} failed: {why}") from None
+        self._say(f"The joined machine {machine.name} is dismissed: {why}")
+        self._forget(machine)
 
     def _restart(self, member: _Member, code: int) -> None:
         self._check_directory()
@@ -331,7 +342,7 @@ class Supervisor:
             elif not self._at_once and (how := member.failed_to_end()):
                 self._say(f"{member.name} {how} while it was stopping; see {member.log_file}")
 
-    def _status(self) -> FleetRecord | None:
+    def _status(self) -> RunStatus | None:
         """The supervisor and its workers as they are now; None if the directory is gone."""
         if self._is_gone():
             return None
@@ -353,20 +364,12 @@ class Supervisor:
         self.stop(signal.Signals(number).name, at_once=again)
 
 
-def is_full(folder: Path) -> bool:
-    """Whether nothing more can be written there."""
-    try:
-        return shutil.disk_usage(folder).free < _FULL
-    except OSError:
-        return False
-
-
 class _Member:
     """A worker, and what became of it so far."""
 
-    def __init__(self, worker: Worker, node: Node) -> None:
-        self.worker, self.name, self.node = worker, worker.name, node
-        self.budget = worker.node or worker.name
+    def __init__(self, worker: Worker, node: Node, machine: JoinedNode | None = None) -> None:
+        self.worker, self.name, self.node, self.machine = worker, worker.name, node, machine
+        self.budget = machine.name if machine else worker.name
         self.restarts = 0
         self.failure = ""
         self.env_failures = self.health().failures  # those before this supervisor are known
@@ -430,8 +433,10 @@ class _Member:
         """Its exception, or that it hung; empty if it did not say."""
         if code < 0:
             return str(self.running.error or "")[:_REASON_LENGTH]
-        if is_full(folder := self.log_file.parent):  # it could not even write why
-            return f"the disk of {folder} is full: make room, and the run continues"
+        folder = self.log_file.parent
+        with suppress(OSError):
+            if shutil.disk_usage(folder).free < _FULL:  # it could not even write why
+                return f"the disk of {folder} is full: make room, and the run continues"
         lines = self.output().splitlines()
         if hung := next((line for line in reversed(lines) if line.startswith(_HUNG)), None):
             health = self.health()
@@ -461,23 +466,13 @@ class _Member:
         )
 
 
-class _NotStarted:
+class _NotStarted(ReportedWorker):
     """A worker that was not started, or that could not be, which is a failure like any other."""
 
-    pid, host = 0, ""
-
     def __init__(self, error: OSError | None = None) -> None:
+        super().__init__()
         self.error = error
-
-    def wait(self, timeout: float | None = None) -> int:  # noqa: ARG002 - the protocol's
-        return int(self.error is not None)
-
-    def terminate(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def output(self) -> str:
-        return "".join(traceback.format_exception(self.error)).rstrip() if self.error else ""
+        self.end(int(error is not None))
 
 
 class Failures:

@@ -23,7 +23,7 @@ from dreamfleet.roles.addresses import listen_address, publish_address, server_n
 from dreamfleet.roles.checks import ObservationCheck, Owners, check_acting, observed
 from dreamfleet.roles.fences import ids_of
 from dreamfleet.roles.health import STARTED, Health, health_path
-from dreamfleet.roles.invitations import hooks_of, invited
+from dreamfleet.roles.invitations import Invited
 from dreamfleet.roles.logger_client import LoggerClient, video_env
 from dreamfleet.roles.policy_batches import Carries, padded_policy, policy_sizes
 from dreamfleet.roles.progress import Progress, hang_up_in_time
@@ -71,7 +71,8 @@ def serve_actor(agent: Player, args: RunConfig, progress: Progress, index: int =
         hang_up_in_time(progress, logger, replay),
     ):
         actor = Actor(agent, args, progress, replay, logger, index)
-        address, hooks = listen_address(args, "actor", index), hooks_of(invited(args))
+        address = listen_address(args, "actor", index)
+        hooks = Invited(args.logdir).hooks() if args.bind else {}
         server = BatchServer(address, name, args.server_keys, **hooks)
         owners = Owners(server.connected)
         spaces, most = observed(agent, args), args.envs_per_process

@@ -44,6 +44,7 @@ class _Layout(ctypes.LittleEndianStructure):
 
 
 _BYTES = ctypes.sizeof(_Layout)
+_SAME = ("progress", "failures", "steps", "envid", "since", "reported")  # in file and record
 Number = Annotated[int, Meta(ge=0, le=1 << 60)]
 
 
@@ -90,18 +91,13 @@ def read_health(path: Path) -> HealthRecord:
         return HealthRecord()
     error, _, trace = found.text.decode(errors="replace").partition("\n")
     return HealthRecord(
-        progress=found.progress,
-        failures=found.failures,
-        steps=found.steps,
+        **{name: getattr(found, name) for name in _SAME},
         final=bool(found.final),
         not_finite=found.final == _NOT_FINITE,
         doing=_DOING[found.doing] if 0 <= found.doing < len(_DOING) else "waiting",
-        envid=found.envid,
-        since=found.since,
         error=error,
         traceback=trace,
         waiting=found.waiting.decode(errors="replace"),
-        reported=found.reported,
     )
 
 

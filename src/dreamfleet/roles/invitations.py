@@ -14,14 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
-from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError
-from dreamfleet.files import atomic_write
+from dreamfleet.files import atomic_write, read_json
 from dreamfleet.transport import Identity, Keys, RoleKey, TransportError
 from dreamfleet.transport.address import Address
 
@@ -33,7 +32,6 @@ FIRST = "first"
 _SCHEME = "dreamfleet"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 _PLACE_FILE = "place"
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ def invitations(logdir: Path) -> list[Invitation]:
     found = [
         invitation
         for path in sorted((logdir / FOLDER).glob("*.json"))
-        if (invitation := _read(path, Invitation)) is not None
+        if (invitation := read_json(path, Invitation)) is not None
     ]
     return sorted(found, key=lambda each: each.made)
 
@@ -187,6 +185,10 @@ class Invited:
         """The names of invitations that are not good any more."""
         return frozenset(each.name for each in self._read().values() if each.revoked)
 
+    def hooks(self) -> dict[str, Any]:
+        """The arguments of a server that admits those who are invited."""
+        return {"identify": self.identify, "revoked": self.revoked}
+
     def _read(self) -> dict[bytes, Invitation]:
         """All invitations by their public keys."""
         try:  # a file that was replaced has another inode
@@ -202,16 +204,6 @@ class Invited:
         return self._known[1]
 
 
-def invited(args: RunConfig) -> Invited | None:
-    """Which machines may join a run; None if none may."""
-    return Invited(args.logdir) if args.bind else None
-
-
-def hooks_of(invited: Invited | None) -> dict[str, Any]:
-    """The arguments of a server that admits those who are invited."""
-    return {} if invited is None else {"identify": invited.identify, "revoked": invited.revoked}
-
-
 def write_place(logdir: Path, place: Place) -> None:
     """Keep where machines join: a resume of the run listens there again."""
     atomic_write(_folder(logdir) / _PLACE_FILE, msgspec.json.encode(place))
@@ -219,7 +211,7 @@ def write_place(logdir: Path, place: Place) -> None:
 
 def read_place(logdir: Path) -> Place | None:
     """Where machines could join last; None if they never could."""
-    return _read(logdir / FOLDER / _PLACE_FILE, Place)
+    return read_json(logdir / FOLDER / _PLACE_FILE, Place)
 
 
 def _write(logdir: Path, invitation: Invitation) -> None:
@@ -231,10 +223,3 @@ def _folder(logdir: Path) -> Path:
     folder = logdir / FOLDER
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
-
-
-def _read(path: Path, kind: type[_T]) -> _T | None:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
-        return None

@@ -27,7 +27,6 @@ from dreamfleet.files import atomic_write
 from dreamfleet.fleet.record import (
     FILE_NAME,
     UNDER_WAY,
-    FleetRecord,
     RunStatus,
     read_record,
     run_state,
@@ -339,7 +338,7 @@ def changed_at(path: Path) -> int:
         return 0
 
 
-def _alert(record: FleetRecord | None, metrics: Sequence[dict[str, Any]]) -> str:
+def _alert(record: RunStatus | None, metrics: Sequence[dict[str, Any]]) -> str:
     """What is wrong, from the files alone."""
     workers = record.workers if record else ()
     failed = record is not None and record.state == "failed"

@@ -17,7 +17,7 @@ import pytest
 from dreamfleet.errors import ConfigError
 from dreamfleet.fleet import claim
 from dreamfleet.fleet.claim import BEAT_NAME, LOCK_NAME, claim_directory
-from dreamfleet.fleet.record import FleetRecord, read_record, write_record
+from dreamfleet.fleet.record import RunStatus, read_record, write_record
 
 IN_USE = r"is in use by another run [(]process 77 on elsewhere[)]"
 
@@ -25,7 +25,7 @@ IN_USE = r"is in use by another run [(]process 77 on elsewhere[)]"
 @contextmanager
 def another_machine(logdir: Path, *, beats: bool) -> Iterator[None]:
     """A run of another machine, whose clock is an hour late and whose lock does not reach us."""
-    record = FleetRecord(77, 1.0, "elsewhere", time.time() - 3600)
+    record = RunStatus(77, 1.0, "elsewhere", time.time() - 3600)
     write_record(logdir, record)
     over = threading.Event()
 

@@ -87,9 +87,16 @@ def test_amounts_that_are_none_are_refused(tmp_path: Path) -> None:
     assert type(run).from_json(run.to_json()).resources == run.resources
 
 
-def test_lists_of_a_runtime_environment_reach_ray_as_lists() -> None:
+def test_lists_of_a_runtime_environment_reach_ray_as_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {}
+    monkeypatch.setattr(launcher.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(launcher.ray, "init", lambda _, **given: options.update(given))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
     given = {"pip": ("minigrid",), "env_vars": {"A": "1"}, "working_dir": "."}
-    assert launcher._lists(given) == {**given, "pip": ["minigrid"]}
+    launcher.connect(small_run(tmp_path, ray_address="local", ray_runtime_env=given), {})
+    assert options["runtime_env"] == {**given, "pip": ["minigrid"]}
 
 
 def test_a_cluster_that_is_not_there_or_does_not_fit_is_one_sentence(

@@ -15,7 +15,7 @@ from dreamfleet.errors import ConfigError
 from dreamfleet.fleet.claim import claim_directory
 from dreamfleet.fleet.record import (
     FILE_NAME,
-    FleetRecord,
+    RunStatus,
     WorkerStatus,
     read_record,
     supervisor_process,
@@ -28,14 +28,14 @@ WORKERS = (
 )
 
 
-def of_another_process() -> FleetRecord:
+def of_another_process() -> RunStatus:
     """Of a process that lives and is not this one."""
     other = psutil.Process(os.getppid())
-    return FleetRecord(other.pid, other.create_time(), socket.gethostname(), 0.0)
+    return RunStatus(other.pid, other.create_time(), socket.gethostname(), 0.0)
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    record = replace(FleetRecord.of_this_process(), workers=WORKERS, state="ending")
+    record = replace(RunStatus.of_this_process(), workers=WORKERS, state="ending")
     write_record(tmp_path / "run", record)
     assert read_record(tmp_path / "run") == record
     plain = json.loads((tmp_path / "run" / FILE_NAME).read_text())
@@ -53,7 +53,7 @@ def test_a_damaged_record_is_none(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_record_with_a_wrong_type_is_damaged(tmp_path: Path) -> None:
-    write_record(tmp_path, FleetRecord.of_this_process())
+    write_record(tmp_path, RunStatus.of_this_process())
     fields = json.loads((tmp_path / FILE_NAME).read_text())
     for change in ({"pid": "7"}, {"state": "asleep"}, {"workers": [{"name": "env"}]}):
         (tmp_path / FILE_NAME).write_text(json.dumps({**fields, **change}))
@@ -63,7 +63,7 @@ def test_a_record_with_a_wrong_type_is_damaged(tmp_path: Path) -> None:
 
 
 def test_a_supervisor_is_known_by_pid_and_creation_time() -> None:
-    me = FleetRecord.of_this_process()
+    me = RunStatus.of_this_process()
     found = supervisor_process(me)
     assert found is not None
     assert found.pid == os.getpid()

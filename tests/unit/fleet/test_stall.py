@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from dreamfleet.config import RunConfig
-from dreamfleet.fleet.record import FleetRecord, RunStatus, WorkerStatus
+from dreamfleet.fleet.record import RunStatus, WorkerStatus
 from dreamfleet.fleet.stall import hanging, late_after, waits_for, why_still
 from dreamfleet.roles.health import HealthRecord
 
@@ -17,9 +17,9 @@ def worker(name: str, state: Any = "running", age: float = 500.0, **more: Any) -
 
 
 def why(*workers: WorkerStatus, elsewhere: tuple[HealthRecord, ...] = (), **changes: Any) -> str:
-    record = FleetRecord(1, 0.0, "here", 0.0, workers, written=NOW, responding=True)
-    status = RunStatus.of(replace(record, **changes), RunConfig(log_every=10.0, steps=600))
-    return why_still(status, 7.0, elsewhere)
+    status = RunStatus(1, 0.0, "here", 0.0, workers, written=NOW, steps=600, responding=True)
+    config = RunConfig(log_every=10.0, steps=600)
+    return why_still(replace(status, **changes), config, 7.0, elsewhere)
 
 
 def test_a_run_in_which_no_worker_waits_says_so() -> None:

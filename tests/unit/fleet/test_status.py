@@ -29,7 +29,7 @@ from dreamfleet.files import atomic_write
 from dreamfleet.fleet import status_writer
 from dreamfleet.fleet.claim import BEAT_NAME
 from dreamfleet.fleet.record import (
-    FleetRecord,
+    FILE_NAME,
     MachineStatus,
     RunStatus,
     Scores,
@@ -38,7 +38,7 @@ from dreamfleet.fleet.record import (
     write_record,
 )
 from dreamfleet.fleet.status import StatusLines, Watcher
-from dreamfleet.fleet.status_writer import StatusWriter, _Progress, _time_left
+from dreamfleet.fleet.status_writer import StatusWriter, _Progress
 from dreamfleet.roles.health import Health
 from dreamfleet.roles.logger import RECORD
 
@@ -61,7 +61,7 @@ class Run:
         self.config = small_run(logdir, **{"log_every": 10.0, **settings})
         self.metrics, self._logs = dict(METRICS), False
         self.says("agent")
-        self.record = replace(FleetRecord.of_this_process(), workers=(self.worker("agent"),))
+        self.record = replace(RunStatus.of_this_process(), workers=(self.worker("agent"),))
         (logdir / "config.json").write_text(self.config.to_json())
         self.write()
 
@@ -376,7 +376,7 @@ def written_by(
 ) -> Iterator[None]:
     """The run's supervisor writes `status.json` with what the logger told it."""
 
-    def record() -> FleetRecord:
+    def record() -> RunStatus:
         return replace(run.record, machines=machines())
 
     with StatusWriter(run.logdir, record), run.logger():
@@ -395,6 +395,25 @@ def test_a_look_takes_what_the_supervisor_wrote(run: Run, monkeypatch: pytest.Mo
     assert (found.step, found.score, found.responding) == (300, 12.5, True)
     assert json.loads(found.to_json())["metrics"] == run.metrics
     assert [worker.name for worker in found.workers] == ["agent"]
+
+
+def test_the_file_holds_what_json_prints(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_writer, "_WRITE_SECONDS", 0.01)
+    with written_by(run):
+        written = json.loads((run.logdir / FILE_NAME).read_text())
+        printed = json.loads(run.look().to_json())
+    assert written.keys() == printed.keys()
+    assert (written["task"], written["score"], written["running"]) == (run.config.task, 12.5, True)
+    assert written["message"].startswith("Waiting: no progress for ")
+
+
+def test_a_supervisor_of_an_older_version_leaves_no_gaps(run: Run) -> None:
+    """Its file says less of the run; the rest is in the run's directory."""
+    run.write(written=time.time(), responding=True)
+    with run.logger():
+        status = run.look()
+    assert (status.task, status.steps, status.step) == (run.config.task, 600, 300)
+    assert status.running
 
 
 @pytest.mark.parametrize("change", ["killed", "stuck", "ended"])
@@ -581,12 +600,17 @@ def test_a_run_that_compiles_says_so_at_the_first_look(run: Run) -> None:
     assert re.fullmatch(r"Waiting: the learner is compiling the agent \(4\d s so far\)\.", lines[1])
 
 
+def left(step: int, rate: float, **ends: Any) -> float | None:
+    status = RunStatus(1, 0.0, "here", 0.0, step=step, seconds=10.0, steps_per_second=rate, **ends)
+    return status.seconds_left
+
+
 def test_no_time_is_left_once_all_steps_are_made() -> None:
-    assert _time_left(RunConfig(steps=500), 502, 50.0, 10.0) is None
-    assert _time_left(RunConfig(steps=500), 450, 50.0, 10.0) == 1.0
+    assert left(502, 50.0, steps=500) is None
+    assert left(450, 50.0, steps=500) == 1.0
+    assert left(450, 50.0, steps=500, state="ended") is None
 
 
 def test_time_left_is_that_of_what_ends_first() -> None:
-    run = RunConfig(steps=600, duration=1000.0)
-    assert _time_left(run, 300, 50.0, 10.0) == 6.0
-    assert _time_left(run, 300, 0.1, 10.0) == 990.0
+    assert left(300, 50.0, steps=600, duration=1000.0) == 6.0
+    assert left(300, 0.1, steps=600, duration=1000.0) == 990.0

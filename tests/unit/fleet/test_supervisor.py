@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from dreamfleet.fleet.launchers import (
     Worker,
     find_launcher,
 )
-from dreamfleet.fleet.record import MAX_EVENTS, Event, FleetRecord, read_record, write_record
+from dreamfleet.fleet.record import MAX_EVENTS, Event, RunStatus, read_record, write_record
 from dreamfleet.fleet.supervisor import Failures, FleetError, Supervisor
 from dreamfleet.roles.health import Health
 
@@ -133,7 +134,7 @@ def test_every_failure_is_recorded_also_one_that_is_mended_at_once_or_ends_the_r
     tmp_path: Path,
 ) -> None:
     before = tuple(Event(float(n), "env-0", "failed") for n in range(MAX_EVENTS))
-    write_record(tmp_path, FleetRecord.of_this_process(events=before))
+    write_record(tmp_path, replace(RunStatus.of_this_process(), events=before))
     leader = Worker("agent", "agent", until_stopped, ends_run=True)
     replay = Worker("replay", "replay", until_stopped, restart=RestartPolicy(max_restarts=2))
     with find_launcher("serial")(tmp_path) as launcher:
@@ -207,10 +208,10 @@ def test_a_record_is_written_when_there_is_room_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although nothing changes any more: else it would name processes that are long gone."""
-    attempts: list[FleetRecord] = []
+    attempts: list[RunStatus] = []
     written = threading.Event()
 
-    def full_at_first(logdir: Path, record: FleetRecord) -> None:
+    def full_at_first(logdir: Path, record: RunStatus) -> None:
         attempts.append(record)
         if len(attempts) <= 2:
             raise OSError(28, "No space left on device")

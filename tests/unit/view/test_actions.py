@@ -16,7 +16,7 @@ import pytest
 from view_parts import made_up_run
 
 from dreamfleet.checkpoint import Checkpoint
-from dreamfleet.fleet.record import FleetRecord, write_record
+from dreamfleet.fleet.record import RunStatus, write_record
 from dreamfleet.fleet.tied import tied
 from dreamfleet.roles.saver import SAVE_REQUEST, Saver
 from dreamfleet.view import actions
@@ -35,7 +35,7 @@ def test_a_run_is_stopped_by_a_signal(run: Run) -> None:
     assert "not running" in actions.stop_run(run)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         created = psutil.Process(process.pid).create_time()
-        record = replace(FleetRecord.of_this_process(), pid=process.pid, created=created)
+        record = replace(RunStatus.of_this_process(), pid=process.pid, created=created)
         write_record(run.path, replace(record, created=created - 100))  # the pid was reused
         assert "not running" in actions.stop_run(run)
         write_record(run.path, replace(record, host="elsewhere"))
@@ -50,7 +50,7 @@ def test_a_save_is_requested_by_a_file_that_the_learner_takes(run: Run) -> None:
     assert "not running" in actions.request_save(run)
     learner: Any = SimpleNamespace(_may_look=lambda: True, _args=SimpleNamespace(logdir=run.path))
     assert not Saver.asked(learner)
-    write_record(run.path, FleetRecord.of_this_process())
+    write_record(run.path, RunStatus.of_this_process())
     run.refresh()
     actions.request_save(run)
     assert (run.path / SAVE_REQUEST).exists()
@@ -101,7 +101,7 @@ def test_a_run_is_resumed_and_code_that_it_names_needs_trust(
     monkeypatch.setattr(actions, "_COMMAND", ("sh", "-c", f'echo | {sys.executable} -c "{wait}"'))
     actions.resume_run(run)
     assert end_of(run) == (1, "resume · failed: no such task")
-    write_record(run.path, FleetRecord.of_this_process())
+    write_record(run.path, RunStatus.of_this_process())
     run.refresh()
     assert actions.resume_run(run) == "The run is running."
 

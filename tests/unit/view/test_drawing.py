@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from view_parts import made_up_run
 
-from dreamfleet.config import RunConfig
 from dreamfleet.fleet.record import (
     Event,
     MachineStatus,
@@ -273,7 +272,6 @@ def status(*workers: WorkerStatus, **more: Any) -> RunStatus:
         created=0.0,
         host="here",
         started=0.0,
-        config=RunConfig(),
         state="running",
         responding=True,
         step=5,
@@ -281,7 +279,6 @@ def status(*workers: WorkerStatus, **more: Any) -> RunStatus:
         metrics={},
         steps_per_second=1.0,
         seconds=60.0,
-        seconds_left=None,
         waiting="",
         workers=workers,
         supervisor=None,

@@ -15,7 +15,7 @@ import pytest
 from view_parts import made_up_run
 
 from dreamfleet.config import RunConfig
-from dreamfleet.fleet.record import Event, FleetRecord, WorkerStatus, write_record
+from dreamfleet.fleet.record import Event, RunStatus, WorkerStatus, write_record
 from dreamfleet.presets import PRESETS
 from dreamfleet.view import reading
 from dreamfleet.view import runs as runs_module
@@ -134,7 +134,7 @@ def test_a_run_whose_supervisor_is_gone_was_killed(
 ) -> None:
     monkeypatch.setattr(runs_module, "_LOOK_SECONDS", -1.0)
     path = made_up_run(tmp_path / "a")
-    record = FleetRecord.of_this_process()
+    record = RunStatus.of_this_process()
     write_record(path, replace(record, created=1.0))
     run = Run("a", path)
     run.refresh()
@@ -182,7 +182,7 @@ def test_what_is_wrong_is_seen_in_the_table(tmp_path: Path) -> None:
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 999, "train/loss/value": null, "train/other": null}\n')
     worker = WorkerStatus("env-3", "env", "restarting", None, "", 0.0, error="boom")
-    record = replace(FleetRecord.of_this_process(), workers=(worker,))
+    record = replace(RunStatus.of_this_process(), workers=(worker,))
     write_record(made_up_run(tmp_path / "restarting"), record)
     ended = replace(record, workers=(replace(worker, state="ended"),), state="failed")
     write_record(made_up_run(tmp_path / "failed"), ended)

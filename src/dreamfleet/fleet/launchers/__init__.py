@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import signal
+import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +20,14 @@ from typing import Any, Literal, Protocol, Self
 from dreamfleet.config import Resources, RunConfig
 from dreamfleet.errors import ConfigError, did_you_mean
 from dreamfleet.roles.health import HealthRecord
+from dreamfleet.roles.runtime import STOPPED
 
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Variables for processes whose numpy work is small: a pool of threads in each would fight over the
 cores."""
+
+KILLED = -int(signal.SIGKILL)
+"""The exit code of a worker that was killed or lost."""
 
 Role = Literal["agent", "actor", "evaluator", "env", "replay", "logger"]
 
@@ -55,9 +62,6 @@ class Worker:
     """Whether it goes to another machine than its like, where a launcher has several."""
     health: Path | Callable[[], HealthRecord] | None = None
     """Its health record, or what reads it; None if it keeps none."""
-    node: str = ""
-    """The joined machine it runs on. The failures of a joined machine are counted together, and
-    too many of them end its part of the run."""
 
 
 class RunningWorker(Protocol):
@@ -90,6 +94,34 @@ class RunningWorker(Protocol):
         """The end of what it wrote since it was started: its traceback, if it raised."""
 
 
+class ReportedWorker:
+    """A `RunningWorker` whose end is reported, by a thread or another machine. One that is asked to
+    stop, or killed, counts as ended at once, unless a subclass knows better."""
+
+    def __init__(self, host: str = "") -> None:
+        self.pid, self.host = 0, host
+        self.error: BaseException | None = None
+        self._code, self._ended = 0, threading.Event()
+
+    def end(self, code: int) -> None:
+        """Report its end; only the first report counts."""
+        if not self._ended.is_set():
+            self._code = code
+            self._ended.set()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        return self._code if self._ended.wait(timeout) else None
+
+    def terminate(self) -> None:
+        self.end(STOPPED)
+
+    def kill(self) -> None:
+        self.end(KILLED)
+
+    def output(self) -> str:
+        return "".join(traceback.format_exception(self.error)).rstrip() if self.error else ""
+
+
 class Node(Protocol):
     """Starts workers, and ends them."""
 
@@ -101,7 +133,10 @@ class Node(Protocol):
 
 
 class JoinedNode(Node, Protocol):
-    """A machine that has joined."""
+    """A machine that has joined. The failures of its workers are counted together, and too many of
+    them end its part of the run."""
+
+    name: str
 
     def dismiss(self, why: str) -> None:
         """Send the machine away."""

@@ -12,6 +12,7 @@ flows over our own transport.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -24,7 +25,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -34,7 +35,7 @@ import cloudpickle
 from dreamfleet import __version__
 from dreamfleet.config import RunConfig, use_keys
 from dreamfleet.errors import ConfigError, DreamfleetError, import_extra
-from dreamfleet.fleet.launchers import Worker
+from dreamfleet.fleet.launchers import KILLED, ReportedWorker, Worker
 from dreamfleet.fleet.launchers.local import LocalWorker, tail
 from dreamfleet.roles.addresses import use_host
 from dreamfleet.roles.runtime import STOPPED, pickled
@@ -50,7 +51,6 @@ _SEEN_WITHIN = 10.0  # seconds; a network file system may show a new file late
 _KILLED_WITHIN = 5.0
 _STORE_BYTES = 80_000_000  # of a cluster of our own: nothing is stored in it
 _THREADS = 8  # calls of one host at the same time, one of which waits for long
-_LOST = -int(signal.SIGKILL)
 _AUTH_MODE = "RAY_AUTH_MODE"
 
 
@@ -140,13 +140,13 @@ class RayLauncher:
         self.payloads: dict[str, bytes] = {}
         self._placed: dict[str, tuple[Any, Place]] = {}
         self._apart: dict[str, Any] = {}  # where Ray puts workers that have a node of their own
-        self._free: Callable[[], None] = lambda: None
         self._running: list[RayWorker] = []
-        self._disconnect: Callable[[], None] = lambda: None
+        self._resources = ExitStack()
 
     def __enter__(self) -> Self:
         self.mark.parent.mkdir(parents=True, exist_ok=True)
         self.mark.touch()
+        self._resources.callback(self.mark.unlink, missing_ok=True)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -156,13 +156,11 @@ class RayLauncher:
             worker.kill()
         for worker in self._running:
             worker.wait()
-        self.mark.unlink(missing_ok=True)
-        self._free()
-        self._disconnect()
+        self._resources.close()
 
     def prepare(self, workers: Sequence[Worker]) -> None:
         self.payloads = {each.name: pickled(each.name, each.function) for each in workers}
-        self._disconnect = connect(self._args, _sum(workers))
+        self._resources.callback(connect(self._args, _sum(workers)))
         for worker in () if self._args.ray_wait else workers:
             if not fitting(worker.resources.amounts(), nodes()):
                 raise ConfigError(_no_room(worker))
@@ -210,11 +208,11 @@ class RayLauncher:
 
         bundles = [each.resources.amounts() or {"CPU": _LEAST_CPU} for each in workers]
         group = placement_group(bundles, strategy="STRICT_SPREAD")
-        if group.wait(max(_RESERVED_WITHIN, self._args.ray_wait)):
-            self._apart = {each.name: InGroup(group, n) for n, each in enumerate(workers)}
-            self._free = partial(remove_placement_group, group)
-        else:
+        if not group.wait(max(_RESERVED_WITHIN, self._args.ray_wait)):
             remove_placement_group(group)
+            return
+        self._apart = {each.name: InGroup(group, n) for n, each in enumerate(workers)}
+        self._resources.callback(remove_placement_group, group)
 
     def _place(self, workers: Sequence[Worker], deadline: float) -> None:
         hosts = {worker.name: self._host(worker) for worker in workers}
@@ -234,24 +232,18 @@ class RayLauncher:
 LAUNCHER = RayLauncher
 
 
-class RayWorker:
+class RayWorker(ReportedWorker):
     """A process on some machine of the cluster; a thread follows it until it has ended."""
 
     def __init__(
         self, launcher: RayLauncher, worker: Worker, actor: Any, place: Place | None
     ) -> None:
-        self.pid, self.host = 0, ""
-        self.error: DreamfleetError | None = None
+        super().__init__()
         self._launcher, self._worker = launcher, worker
         self._actor, self._place = actor, place
         self._log_file, self._log_start = launcher.log_file(worker), 0
         self._asked_to_stop = False
-        self._code = 0
-        self._ended = threading.Event()
         threading.Thread(target=self._follow, name=f"ray-{worker.name}", daemon=True).start()
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        return self._code if self._ended.wait(timeout) else None
 
     def terminate(self) -> None:
         self._asked_to_stop = True
@@ -282,7 +274,7 @@ class RayWorker:
         return "\n".join(filter(None, [written, str(self.error) if self.error else ""]))
 
     def _follow(self) -> None:
-        code = _LOST
+        code = KILLED
         try:
             code = self._live()
         except ClusterError as error:
@@ -296,8 +288,7 @@ class RayWorker:
         finally:
             with suppress(Exception):
                 ray.kill(self._actor)
-            self._code = code
-            self._ended.set()
+            self.end(code)
 
     def _live(self) -> int:
         """From its place to its exit code; a `ClusterError` says why there is none."""
@@ -341,7 +332,8 @@ def connect(args: RunConfig, needed: Mapping[str, float]) -> Callable[[], None]:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     logging.getLogger("ray").setLevel(logging.ERROR)  # for ray://, the level is the server's
     if args.ray_runtime_env:
-        options["runtime_env"] = _lists(args.ray_runtime_env)
+        # Settings hold tuples, and Ray takes lists.
+        options["runtime_env"] = json.loads(args.to_json())["ray_runtime_env"]
     own = {
         "num_cpus": max(os.cpu_count() or 1, int(needed.get("CPU", 0.0) + 0.999)),
         "resources": {k: v for k, v in needed.items() if k not in ("CPU", "GPU", "memory")},
@@ -502,10 +494,3 @@ def _line(error: BaseException) -> str:
     """The last line of what Ray says, as a sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{lines[-1].rstrip('.')}." if lines else f"{type(error).__name__}."
-
-
-def _lists(value: Any) -> Any:
-    """Settings hold tuples, and Ray takes lists."""
-    if isinstance(value, Mapping):
-        return {key: _lists(each) for key, each in value.items()}
-    return [_lists(each) for each in value] if isinstance(value, (list, tuple)) else value

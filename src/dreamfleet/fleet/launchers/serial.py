@@ -10,19 +10,16 @@ import logging
 import os
 import socket
 import threading
-import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 from dreamfleet.config import RunConfig
-from dreamfleet.fleet.launchers import Worker
+from dreamfleet.fleet.launchers import KILLED, ReportedWorker, Worker
 from dreamfleet.roles.runtime import STOPPED, StopSignal
 
 log = logging.getLogger(__name__)
-
-_ABANDONED = -9
 
 
 class SerialLauncher:
@@ -62,18 +59,15 @@ class SerialLauncher:
         return self._path
 
 
-class SerialWorker:
+class SerialWorker(ReportedWorker):
     """A thread that runs a worker's function. It cannot be killed: one that does not stop when
     asked to is abandoned, and ends with the process."""
 
     def __init__(self, worker: Worker) -> None:
+        super().__init__(socket.gethostname())
         self.pid = os.getpid()
-        self.host = socket.gethostname()
-        self.error: BaseException | None = None
         self._worker = worker
         self._signal = StopSignal()
-        self._ended = threading.Event()
-        self._code = 0
         self._thread = threading.Thread(target=self._run, name=worker.name, daemon=True)
         self._thread.start()
 
@@ -88,29 +82,16 @@ class SerialWorker:
             code = 1
             if not self._ended.is_set():
                 self.error = error
-        if not self._ended.is_set():
-            self._code = code
-            self._ended.set()
+        self.end(code)
 
     def wait(self, timeout: float | None = None) -> int | None:
-        if not self._ended.wait(timeout):
-            return None
-        if self._code != _ABANDONED:
+        code = super().wait(timeout)
+        if code not in (None, KILLED):
             self._thread.join()  # its last instruction was to say that it has ended
-        return self._code
+        return code
 
     def terminate(self) -> None:
         self._signal.stop()
-
-    def kill(self) -> None:
-        if not self._ended.is_set():
-            self._code = _ABANDONED
-            self._ended.set()
-
-    def output(self) -> str:
-        if self.error is None:
-            return ""
-        return "".join(traceback.format_exception(self.error)).rstrip()
 
 
 LAUNCHER = SerialLauncher

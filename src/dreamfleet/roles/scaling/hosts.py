@@ -22,7 +22,7 @@ import msgspec
 
 from dreamfleet.config import RunConfig
 from dreamfleet.errors import ConfigError, DreamfleetError
-from dreamfleet.files import atomic_write
+from dreamfleet.files import atomic_write, read_json
 from dreamfleet.roles.addresses import Registry
 from dreamfleet.transport import AddressError, Keys, RoleKey, Server, load_key
 from dreamfleet.transport.address import Address, parse
@@ -109,10 +109,7 @@ def write_member(config: RunConfig, member: Member) -> None:
 
 def read_member(config: RunConfig, index: int) -> Member | None:
     """What a host has said last."""
-    try:
-        return msgspec.json.decode(_member_file(config, index).read_bytes(), type=Member)
-    except (OSError, msgspec.MsgspecError):
-        return None
+    return read_json(_member_file(config, index), Member)
 
 
 def _member_file(config: RunConfig, index: int) -> Path:
