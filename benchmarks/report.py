@@ -162,11 +162,13 @@ def program(
     module: str, *words: str, env: dict[str, str] | None = None, **options: Any
 ) -> subprocess.Popen[str]:
     """Start a module as a program that ends with this process."""
+    here = str(Path(__file__).parents[1])  # the benchmarks are not installed
+    path = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
         tied([module, *words]),
         stdin=subprocess.PIPE,
         text=True,
-        env={**os.environ, **(env or {})},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **(env or {})},
         start_new_session=True,
         **options,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,17 @@ def test_a_quick_run_writes_its_rows(name: str, tmp_path: Path) -> None:
         assert row.keys() == {"name", "value", "unit", "peer", "peer_value", "ratio", "note"}
         assert math.isfinite(row["value"])
         assert row["value"] > 0
+
+
+def test_a_benchmark_in_a_process_of_its_own_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("PYTHONPATH")
+    monkeypatch.chdir(tmp_path)
+    with report.program("benchmarks", "--help", stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert "transport" in process.stdout.read()
+        assert process.wait() == 0
 
 
 def test_help_lists_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,9 +86,9 @@ def serve_actor(agent: Player, args: RunConfig, progress: Progress, index: int =
             roles=("env",),
             check=ObservationCheck(spaces, most, owners, check_acting(args)),
             gather=_GATHER_SECONDS,
-            # No more than the replay's limiter tolerates at once, so that it can hold acting and
-            # learning in step.
-            post_rows=args.limiter_tolerance,
+            # What the replay's limiter tolerates at once keeps acting and learning in step. Many
+            # environments send four steps of each at once: larger messages cost less.
+            post_rows=max(args.limiter_tolerance, min(256, 4 * len(args.envs_of(index)))),
             on_post_error=actor.on_send_error,
         )
         presence = Presence(args, progress, server, owners, index)
