@@ -1,12 +1,8 @@
-"""Episode statistics.
-
-Transitions arrive in batches, a row for each environment that stepped. Every environment has a
-slot in a few arrays, and a batch updates its slots with a few vectorised operations, so that
-thousands of steps a second cost a fraction of a core.
-"""
+"""Episode statistics, and slots in arrays for environments that come and go."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +16,6 @@ from dreamfleet.spaces import LOG_PREFIX
 
 # A reward that differs less than this from the one before counts as the same.
 _SAME_REWARD = 0.01
-_SCORE, _STEPS, _CHANGES, _LOGS = range(4)  # rows of totals; each log key has a sum and a count
-_SAVED = ("running", "reward", "totals", "peaks")
-_COUNTS = ("finished", "abandoned", "timed_out")
 
 
 @dataclass(frozen=True)
@@ -53,12 +46,43 @@ class Episode:
         }
 
 
+@dataclass(slots=True)
+class _Running:
+    """An episode under way."""
+
+    reward: float
+    """Of the last step."""
+    score: float = 0.0
+    length: int = -1
+    changes: int = 0
+    logs: dict[str, tuple[float, int, float]] = field(default_factory=dict)
+    """Sum, count and largest value."""
+
+    def add(self, reward: float) -> None:
+        self.score += reward
+        self.length += 1
+        self.changes += abs(reward - self.reward) >= _SAME_REWARD
+        self.reward = reward
+
+    def log(self, name: str, value: float) -> None:
+        total, count, peak = self.logs.get(name, (0.0, 0, -math.inf))
+        self.logs[name] = total + value, count + 1, max(peak, value)
+
+    def ended(self, envid: int, video: dict[str, NDArray[np.uint8]]) -> Episode:
+        logs = {}
+        for name, (total, count, peak) in self.logs.items():
+            logs |= {f"{name}/avg": total / count, f"{name}/max": peak, f"{name}/sum": total}
+        rate = self.changes / self.length if self.length else 0.0
+        return Episode(envid, self.score, self.length, rate, logs, video)
+
+
 class EpisodeStats:
     """Follows the episode of every environment.
 
-    An episode counts when both its first and its last step were received. One that is followed by
-    a new first step without having ended (the environment was restarted) is abandoned. Steps of an
-    episode whose first step was missed are ignored.
+    Transitions arrive in batches, a row for each environment that stepped. An episode counts when
+    both its first and its last step were received. One that is followed by a new first step without
+    having ended (the environment was restarted) is abandoned. Steps of an episode whose first step
+    was missed are ignored.
 
     Args:
         video: The id of the environment whose frames are recorded; None for none.
@@ -68,20 +92,9 @@ class EpisodeStats:
     def __init__(self, *, video: int | None = None, most_frames: int = 2000) -> None:
         self._video = video
         self._most_frames = most_frames
-        self._envs = SlotTable(grow=self._grow)
-        size = self._envs.size
-        self._running = np.zeros(size, bool)
-        self._reward = np.zeros(size)
-        self._totals = np.zeros((_LOGS, size))
-        self._peaks = np.zeros((0, size))  # of each log key
-        self._log_keys: tuple[str, ...] = ()
+        self._running: dict[int, _Running] = {}
         self._frames: dict[str, list[NDArray[np.uint8]]] = {}
         self.finished = self.abandoned = self.timed_out = 0
-
-    @property
-    def running(self) -> int:
-        """Number of episodes under way."""
-        return int(self._running.sum())
 
     def add(
         self,
@@ -95,90 +108,43 @@ class EpisodeStats:
         has a row for each one of the environment that is recorded; without them its episode is
         recorded no more.
         """
-        return self._follow(envid.tolist(), transitions, frames) if len(envid) else []
+        ids = envid.tolist()
+        videos = self._record(ids, transitions, frames) if self._video in ids else {}
+        # Lists: one number at a time, these are several times faster than arrays.
+        flags = (transitions[key].tolist() for key in ("reward", "is_first", "is_last"))
+        logs = {
+            key.removeprefix(LOG_PREFIX): np.asarray(value, np.float64).tolist()
+            for key, value in transitions.items()
+            if key.startswith(LOG_PREFIX) and value.ndim == 1
+        }
+        episodes = []
+        for row, (env, reward, first, last) in enumerate(zip(ids, *flags, strict=True)):
+            if first:
+                self.abandoned += env in self._running
+                self._running[env] = _Running(reward)
+            if (episode := self._running.get(env)) is None:
+                continue
+            episode.add(reward)
+            for name, values in logs.items():
+                if (value := values[row]) != -math.inf:
+                    episode.log(name, value)
+            if last:
+                del self._running[env]
+                episodes.append(episode.ended(env, videos.get(row, {})))
+        self.finished += len(episodes)
+        return episodes
 
     def forget(self, envids: Iterable[int]) -> None:
-        """Drop the episodes of environments that are gone, and free their memory."""
-        for envid, slot in self._envs.remove(envids).items():
-            self.timed_out += bool(self._running[slot])
-            self._running[slot] = False
+        """Drop the episodes of environments that are gone."""
+        for envid in envids:
+            self.timed_out += self._running.pop(envid, None) is not None
             if envid == self._video:
                 self._frames = {}
 
     def stats(self) -> dict[str, float]:
-        """Counts since the start."""
-        return {**{name: getattr(self, name) for name in _COUNTS}, "running": self.running}
-
-    def _follow(
-        self,
-        ids: list[int],
-        batch: Mapping[str, NDArray[Any]],
-        frames: Mapping[str, NDArray[np.uint8]],
-    ) -> list[Episode]:
-        logs = self._log_values(batch)
-        slots = self._envs.slots(ids)
-        # The rows of an environment next to each other, in their order.
-        order = np.argsort(slots, kind="stable")
-        slots = slots[order]
-        first = np.asarray(batch["is_first"], bool)[order]
-        last = np.asarray(batch["is_last"], bool)[order]
-        reward = np.asarray(batch["reward"], np.float64)[order]
-        follows = np.zeros(len(ids), bool)  # a row of the same environment
-        follows[1:] = slots[1:] == slots[:-1]
-        before = self._reward[slots]
-        np.copyto(before[1:], reward[:-1], where=follows[1:])
-        # A part is the rows of one episode. The first part of an environment may go on with the
-        # episode that the batches before have begun.
-        at_start = first | ~follows
-        at_start[1:] |= last[:-1]
-        starts = np.flatnonzero(at_start)
-        ends = np.append(starts[1:], len(ids)) - 1
-        place, begins = slots[starts], first[starts]
-        continued = ~begins & ~follows[starts]
-        running = begins | (continued & self._running[place])
-        ended = running & last[ends]
-        left = running & ~ended
-        was_running = self._running[place]
-        np.copyto(was_running[1:], left[:-1], where=follows[starts[1:]])
-        self.abandoned += int(np.count_nonzero(begins & was_running))
-        rows = np.empty((len(self._totals), len(ids)))
-        rows[_SCORE], rows[_STEPS] = reward, ~first
-        rows[_CHANGES] = ~first & (np.abs(reward - before) >= _SAME_REWARD)
-        peaks = logs
-        if self._log_keys:
-            logs = logs[:, order]
-            present = logs != -np.inf
-            rows[_LOGS::2], rows[_LOGS + 1 :: 2] = np.where(present, logs, 0.0), present
-            known = np.where(continued, self._peaks[:, place], -np.inf)
-            peaks = np.maximum(np.maximum.reduceat(logs, starts, -1), known)
-            self._peaks[:, place] = peaks
-        totals = np.add.reduceat(rows, starts, -1)
-        totals += np.where(continued, self._totals[:, place], 0)
-        # Where an environment has several parts the last one stays, because numpy assigns in order.
-        self._running[place], self._reward[place] = left, reward[ends]
-        self._totals[:, place] = totals
-        videos = self._record(ids, batch, frames) if self._video in ids else {}
-        episodes: dict[int, Episode] = {}  # by the row they end with
-        for part in np.flatnonzero(ended).tolist():
-            row = int(order[ends[part]])
-            score, steps, changes, *sums = totals[:, part].tolist()
-            found = self._logs(sums, peaks[:, part].tolist())
-            rate = changes / steps if steps else 0.0
-            episodes[row] = Episode(ids[row], score, int(steps), rate, found, videos.get(row, {}))
-        self.finished += len(episodes)
-        return [episodes[row] for row in sorted(episodes)]
-
-    def _logs(self, sums: list[float], peaks: list[float]) -> dict[str, float]:
-        logs = {}
-        for key, total, count, peak in zip(
-            self._log_keys, sums[::2], sums[1::2], peaks, strict=True
-        ):
-            if count:  # else no step of this episode has it
-                name = key.removeprefix(LOG_PREFIX)
-                logs[f"{name}/avg"] = total / count
-                logs[f"{name}/max"] = peak
-                logs[f"{name}/sum"] = total
-        return logs
+        """Counts since the start, and the episodes under way."""
+        counts = {name: getattr(self, name) for name in ("finished", "abandoned", "timed_out")}
+        return {**counts, "running": len(self._running)}
 
     def _record(
         self,
@@ -202,30 +168,6 @@ class EpisodeStats:
                 videos[row] = {key: np.stack(taken) for key, taken in self._frames.items()}
                 self._frames = {}
         return videos
-
-    def _log_values(self, batch: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
-        """A row for each key; -inf where a value is missing."""
-        keys = tuple(k for k, v in batch.items() if k.startswith(LOG_PREFIX) and v.ndim == 1)
-        if keys != self._log_keys:
-            self._adopt_log_keys(keys)
-        size = len(batch["reward"])
-        nothing = np.full(size, -np.inf)
-        rows = [batch[key] if key in keys else nothing for key in self._log_keys]
-        return np.array(rows, np.float64).reshape(len(rows), size)
-
-    def _adopt_log_keys(self, keys: tuple[str, ...]) -> None:
-        """Add rows for new keys; keys that are missing now keep theirs."""
-        new = [key for key in keys if key not in self._log_keys]
-        size = self._reward.size
-        self._log_keys = (*self._log_keys, *new)
-        self._totals = np.concatenate([self._totals, np.zeros((2 * len(new), size))])
-        self._peaks = np.concatenate([self._peaks, np.full((len(new), size), -np.inf)])
-
-    def _grow(self, size: int) -> None:
-        for name in _SAVED:
-            array = getattr(self, f"_{name}")
-            more = np.zeros((*array.shape[:-1], size - array.shape[-1]), array.dtype)
-            setattr(self, f"_{name}", np.concatenate([array, more], axis=-1))
 
 
 class SlotTable:
