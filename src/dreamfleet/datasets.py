@@ -136,7 +136,7 @@ class _Reader:
         if "id" not in spec:
             raise ConfigError(f"{path} does not name its environment: use another dataset.")
         self.task, self.env_options = f"gym:{spec['id']}", {}
-        self._translation = GymTranslation(*self._spaces)
+        self._translation = GymTranslation(*self._spaces, batched=True)
         self._native = self._translation.act_space
         ends, _ = affine_actions(self._native)
         self._bounds = {
@@ -159,7 +159,7 @@ class _Reader:
                     f"Episode {episode['id']} of {self._path} has {count - 1} rewards, but not "
                     f"{count - 1} actions and {count} observations: the dataset is damaged."
                 )
-            rows = self._observations(episode["observations"], count)
+            rows = self._observations(episode["observations"])
             for key, value in self._actions(episode["actions"], count - 1).items():
                 rows[key] = np.concatenate([value, np.zeros_like(value[:1])])
             ended = np.zeros(count, bool)
@@ -173,14 +173,10 @@ class _Reader:
                 "is_terminal": terminal,
             }
 
-    def _observations(self, values: Any, count: int) -> Arrays:
+    def _observations(self, values: Any) -> Arrays:
         if self._ours:
             return _by_key(values, self.obs_space)
-        each = [self._translation.observe(_row(values, row)) for row in range(count)]
-        return {
-            key: np.stack([one[key] for one in each]).astype(space.dtype)
-            for key, space in self._translation.obs_space.items()
-        }
+        return self._translation.observe(values)
 
     def _actions(self, values: Any, count: int) -> Arrays:
         if self._ours:
@@ -209,12 +205,6 @@ def _lengths(values: Any) -> set[int]:
         return {len(values)}
     parts = values.values() if isinstance(values, Mapping) else values
     return {length for part in parts for length in _lengths(part)}
-
-
-def _row(values: Any, row: int) -> Any:
-    if isinstance(values, Mapping):
-        return {key: _row(value, row) for key, value in values.items()}
-    return tuple(_row(value, row) for value in values) if isinstance(values, tuple) else values[row]
 
 
 def _by_key(values: Any, spaces: Mapping[str, Space]) -> Arrays:

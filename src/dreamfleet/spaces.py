@@ -206,17 +206,18 @@ def space_differences(
 
 def spaces_to_json(spaces: Mapping[str, Space]) -> str:
     """Spaces as JSON text."""
-    return json.dumps({key: _to_plain(space) for key, space in spaces.items()})
+    return json.dumps(
+        {
+            key: {"dtype": space.dtype.name, "shape": list(space.shape)}
+            | {"low": _bound(space.low), "high": _bound(space.high)}
+            for key, space in spaces.items()
+        }
+    )
 
 
 def spaces_from_json(text: str) -> dict[str, Space]:
     """The spaces that `spaces_to_json` wrote."""
     return {key: _from_plain(plain) for key, plain in json.loads(text).items()}
-
-
-def _to_plain(space: Space) -> dict[str, Any]:
-    bounds = {"low": _bound(space.low), "high": _bound(space.high)}
-    return {"dtype": space.dtype.name, "shape": list(space.shape), **bounds}
 
 
 def _bound(bound: NDArray[Any]) -> Any:

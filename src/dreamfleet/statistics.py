@@ -21,6 +21,8 @@ Floats = NDArray[np.float64]
 # The 97.5th percentile of Student's t for 1, 2, 3... degrees of freedom.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
       2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086)  # fmt: skip
+_REPEATS = 2000
+"""Samples of the bootstrap."""
 
 
 @dataclass(frozen=True)
@@ -62,33 +64,23 @@ def interquartile_mean(values: Sequence[float] | Floats) -> float:
     return float((ordered * weight).sum() / weight.sum())
 
 
-def aggregate(
-    scores: Scores,
-    statistic: Callable[[Floats], float] = interquartile_mean,
-    *,
-    repeats: int = 2000,
-    seed: int = 0,
-) -> Estimate:
-    """A statistic over the runs of all tasks; the bootstrap draws runs within each task."""
-    rng = np.random.default_rng(seed)
+def aggregate(scores: Scores) -> Estimate:
+    """The interquartile mean over the runs of all tasks; the bootstrap draws runs within each."""
+    rng = np.random.default_rng(0)
     tasks = [np.asarray(runs, np.float64) for runs in scores.values()]
 
     def once() -> float:
         drawn = [rng.choice(runs, len(runs)) for runs in tasks]
-        return statistic(np.concatenate(drawn))
+        return interquartile_mean(np.concatenate(drawn))
 
-    return _bootstrap(statistic(np.concatenate(tasks)), once, repeats)
+    return _bootstrap(interquartile_mean(np.concatenate(tasks)), once)
 
 
-def probability_of_improvement(
-    ours: Scores, theirs: Scores, *, repeats: int = 2000, seed: int = 0
-) -> Estimate:
+def probability_of_improvement(ours: Scores, theirs: Scores) -> Estimate:
     """How likely a run of ours scores higher than one of theirs on a task, ties counted half, on
-    average over the tasks that both have."""
-    rng = np.random.default_rng(seed)
+    average over the tasks that both have, of which there is one at least."""
+    rng = np.random.default_rng(0)
     shared = [name for name in ours if name in theirs]
-    if not shared:
-        raise ValueError("The two methods share no task: nothing can be compared.")
     pairs = [(np.asarray(ours[n], np.float64), np.asarray(theirs[n], np.float64)) for n in shared]
 
     def beats(x: Floats, y: Floats) -> float:
@@ -98,9 +90,9 @@ def probability_of_improvement(
         drawn = [beats(rng.choice(x, len(x)), rng.choice(y, len(y))) for x, y in pairs]
         return float(np.mean(drawn))
 
-    return _bootstrap(float(np.mean([beats(x, y) for x, y in pairs])), once, repeats)
+    return _bootstrap(float(np.mean([beats(x, y) for x, y in pairs])), once)
 
 
-def _bootstrap(value: float, once: Callable[[], float], repeats: int) -> Estimate:
-    low, high = np.percentile([once() for _ in range(repeats)], [2.5, 97.5])
+def _bootstrap(value: float, once: Callable[[], float]) -> Estimate:
+    low, high = np.percentile([once() for _ in range(_REPEATS)], [2.5, 97.5])
     return Estimate(value, float(low), float(high))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -69,7 +69,7 @@ class _Running:
         self.logs[name] = total + value, count + 1, max(peak, value)
 
     def ended(self, envid: int, video: dict[str, NDArray[np.uint8]]) -> Episode:
-        logs = {}
+        logs: dict[str, float] = {}
         for name, (total, count, peak) in self.logs.items():
             logs |= {f"{name}/avg": total / count, f"{name}/max": peak, f"{name}/sum": total}
         rate = self.changes / self.length if self.length else 0.0
@@ -203,14 +203,8 @@ class SlotTable:
         """Number of slots, taken and free."""
         return len(self._used)
 
-    def __len__(self) -> int:
-        return len(self._slots)
-
     def __contains__(self, key: int) -> bool:
         return key in self._slots
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._slots)
 
     def slots(self, keys: Sequence[int]) -> NDArray[np.intp]:
         """The slot of each id, which counts as used now. An id without a slot gets one, for which
@@ -231,11 +225,9 @@ class SlotTable:
         now = self._clock()
         return {key: now - float(self._used[slot]) for key, slot in self._slots.items()}
 
-    def remove(self, keys: Iterable[int]) -> dict[int, int]:
-        """Free the slots of ids; returns both, of those that had one."""
-        gone = {key: self._slots.pop(key) for key in keys if key in self._slots}
-        self._free += gone.values()
-        return gone
+    def remove(self, keys: Iterable[int]) -> None:
+        """Free the slots of ids, of those that have one."""
+        self._free += [self._slots.pop(key) for key in keys if key in self._slots]
 
     def _take(self) -> int:
         if not self._free:

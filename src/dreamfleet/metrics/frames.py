@@ -81,13 +81,12 @@ def labelled(frame: NDArray[np.uint8], text: str) -> NDArray[np.uint8]:
     return np.concatenate([np.broadcast_to(strip, (*strip.shape[:2], frame.shape[2])), frame])
 
 
-def write_video(path: Path, video: NDArray[np.uint8], *, fps: float = 20, label: str = "") -> Path:
+def write_video(path: Path, video: NDArray[np.uint8], *, label: str) -> Path:
     """Write a video as MP4 where there is an encoder, and as GIF otherwise.
 
     Args:
         path: Without a suffix, which is chosen here.
         video: (time, height, width, 1 or 3).
-        fps: Frames a second.
         label: A line of text above the frames, which are enlarged until it fits.
 
     Returns:
@@ -95,11 +94,11 @@ def write_video(path: Path, video: NDArray[np.uint8], *, fps: float = 20, label:
     """
     # One frame at a time: with a label a long video would take several times its memory.
     factor = _factor_for(label, video[0].shape[1])
-    shown = (labelled(_repeated(frame, factor), label) for frame in video) if label else video
+    shown = (labelled(_repeated(frame, factor), label) for frame in video)
     try:
-        write_mp4(made := path.with_suffix(".mp4"), shown, fps=fps, title=label)
+        write_mp4(made := path.with_suffix(".mp4"), shown, title=label)
     except MissingExtraError:
-        atomic_write(made := path.with_suffix(".gif"), encode_gif(shown, fps))
+        atomic_write(made := path.with_suffix(".gif"), encode_gif(shown))
     return made
 
 

@@ -5,25 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import psutil
-
-
-class _Section:
-    """One run of a section: an object for each, so that sections nest and threads share a timer."""
-
-    __slots__ = ("_name", "_start", "_timer")
-
-    def __init__(self, timer: Timer, name: str) -> None:
-        self._timer = timer
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._start = self._timer.clock()
-
-    def __exit__(self, *error: object) -> None:
-        self._timer.add(self._name, self._timer.clock() - self._start)
 
 
 class Timer:
@@ -34,29 +19,30 @@ class Timer:
 
     For each name `stats` returns how often it ran (`count`), the seconds it took in total
     (`total`), on average (`avg`) and at most (`max`), and its share of the time since the last call
-    of `stats` (`frac`; above 1 when several threads are in it at once). Any thread may use it. One
-    section costs about a microsecond.
+    of `stats` (`frac`; above 1 when several threads are in it at once). Any thread may use it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
+        self._clock = clock
         self._lock = threading.Lock()
         self._totals: dict[str, tuple[int, float, float]] = {}  # count, seconds, longest
         self._since = clock()
 
-    def section(self, name: str) -> _Section:
-        """A context manager that times its block."""
-        return _Section(self, name)
-
-    def add(self, name: str, seconds: float) -> None:
-        """Count a duration that was measured elsewhere."""
-        with self._lock:
-            count, total, longest = self._totals.get(name, (0, 0.0, 0.0))
-            self._totals[name] = count + 1, total + seconds, max(longest, seconds)
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Time the block; sections nest."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            seconds = self._clock() - start
+            with self._lock:
+                count, total, longest = self._totals.get(name, (0, 0.0, 0.0))
+                self._totals[name] = count + 1, total + seconds, max(longest, seconds)
 
     def stats(self) -> dict[str, float]:
         """`NAME/count`, `NAME/total`, `NAME/avg`, `NAME/max` and `NAME/frac` of every section."""
-        now = self.clock()
+        now = self._clock()
         with self._lock:
             totals, elapsed = self._totals, now - self._since
             self._totals, self._since = {}, now

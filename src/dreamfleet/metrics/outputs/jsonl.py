@@ -24,7 +24,7 @@ from dreamfleet.metrics.outputs.base import EVAL_STEP, Output, kind_of
 
 log = logging.getLogger(__name__)
 
-_BLOCK_BYTES, _TAIL_BYTES = 1 << 16, 1 << 20
+_TAIL_BYTES = 1 << 20
 _ROWS = msgspec.json.Decoder(dict[str, Any])
 DAMAGED = (msgspec.MsgspecError, ValueError, RecursionError)
 """What decoding a damaged line or file raises."""
@@ -73,14 +73,10 @@ class JsonlFile:
             self._fd = -1
 
     def _repair(self) -> None:
-        size = keep = os.fstat(self._fd).st_size
-        while keep > 0:
-            start = max(0, keep - _BLOCK_BYTES)
-            newline = os.pread(self._fd, keep - start, start).rfind(b"\n")
-            if newline >= 0:
-                keep = start + newline + 1
-                break
-            keep = start
+        if not (size := os.fstat(self._fd).st_size):
+            return
+        with mmap.mmap(self._fd, size, access=mmap.ACCESS_READ) as content:
+            keep = content.rfind(b"\n") + 1
         if keep < size:
             log.warning("%s ended in the middle of a line; cut %d bytes", self._path, size - keep)
             os.ftruncate(self._fd, keep)

@@ -17,12 +17,11 @@ class MediaOutput(Output):
 
     Args:
         directory: Made with the first file.
-        keep: Number of newest files kept of each key; 0 for all.
-        fps: Of videos.
+        keep: Number of newest files kept of each key.
     """
 
-    def __init__(self, directory: Path | str, *, keep: int = 20, fps: float = 20) -> None:
-        self._directory, self._keep, self._fps = Path(directory), keep, fps
+    def __init__(self, directory: Path | str, *, keep: int = 20) -> None:
+        self._directory, self._keep = Path(directory), keep
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         for key, value in metrics.items():
@@ -34,14 +33,10 @@ class MediaOutput(Output):
                 atomic_write(folder / f"{step:012d}.png", encode_png(as_frames(value)))
             else:
                 label = f"{key} step {step:,}"
-                write_video(folder / f"{step:012d}", as_frames(value), fps=self._fps, label=label)
-            self._tidy(folder)
+                write_video(folder / f"{step:012d}", as_frames(value), label=label)
+            for old in sorted(folder.glob("[0-9]*"))[: -self._keep]:
+                old.unlink(missing_ok=True)
 
     def _folder(self, key: str) -> Path:
         """One directory for each key, whatever characters an agent or an environment uses in it."""
         return self._directory / (re.sub(r"[^\w.=-]+", "-", key).strip(".-") or "unnamed")
-
-    def _tidy(self, folder: Path) -> None:
-        if self._keep:
-            for old in sorted(folder.glob("[0-9]*"))[: -self._keep]:
-                old.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from dreamfleet.metrics.outputs.base import EVAL_STEP, Kind, Output, kind_of
 
 _MAX_METRICS, _MAX_PARAMETERS, _MAX_TEXT = 1000, 100, 500
 """What a server of MLflow takes at once."""
+_RESULTS = ("eval/score", "episode/score")
+"""What TensorBoard shows next to the hyperparameters."""
 
 
 def _by_kind(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Kind, Any]]:
@@ -38,9 +40,9 @@ def _by_kind(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Kind, Any]]:
             yield key, kind, float(value) if kind == "scalar" else value
 
 
-def _encoded(kind: Kind, frames: NDArray[np.uint8], fps: float) -> bytes:
+def _encoded(kind: Kind, frames: NDArray[np.uint8]) -> bytes:
     """A PNG, or an animated GIF: the packages' own ways to write videos need moviepy."""
-    return encode_gif(frames, fps) if kind == "video" else encode_png(frames)
+    return encode_gif(frames) if kind == "video" else encode_png(frames)
 
 
 class TensorBoardOutput(Output):
@@ -49,22 +51,12 @@ class TensorBoardOutput(Output):
     Args:
         directory: Where event files go.
         settings: Hyperparameters of the run, by their path, for TensorBoard's page of them.
-        results: Keys of the metrics that this page shows next to them.
-        fps: Of videos.
     """
 
-    def __init__(
-        self,
-        directory: Path | str,
-        *,
-        settings: Mapping[str, Any] | None = None,
-        results: Sequence[str] = ("eval/score", "episode/score"),
-        fps: float = 20,
-    ) -> None:
+    def __init__(self, directory: Path | str, *, settings: Mapping[str, Any] | None = None) -> None:
         tensorboard: Any = import_extra("tensorboardX", "TensorBoard files", "tensorboard")
         self._summary = importlib.import_module("tensorboardX.proto.summary_pb2").Summary
         self._writer = tensorboard.SummaryWriter(str(directory))
-        self._fps = fps
         if settings is not None:
             plain = {
                 key: value if isinstance(value, bool | int | float) else str(value)
@@ -72,7 +64,7 @@ class TensorBoardOutput(Output):
             }
             module: Any = importlib.import_module("tensorboardX.summary")
             # Into this very file: the package's own way makes a directory, and so a second run.
-            for summary in module.hparams(plain, dict.fromkeys(results)):
+            for summary in module.hparams(plain, dict.fromkeys(_RESULTS)):
                 self._writer.file_writer.add_summary(summary)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -84,7 +76,7 @@ class TensorBoardOutput(Output):
                     height=height,
                     width=width,
                     colorspace=channels,
-                    encoded_image_string=_encoded(kind, value, self._fps),
+                    encoded_image_string=_encoded(kind, value),
                 )
                 summary = self._summary(value=[self._summary.Value(tag=key, image=picture)])
                 self._writer.file_writer.add_summary(summary, step)
@@ -102,15 +94,13 @@ class WandbOutput(Output):
     """Scalars, histograms, images, videos and text.
 
     Args:
-        fps: Of videos.
         init: Passed to `wandb.init`: project, name, dir, id, config and so on. An `id` with
             `resume="allow"` lets a resumed run continue there.
     """
 
-    def __init__(self, *, fps: float = 20, **init: Any) -> None:
+    def __init__(self, **init: Any) -> None:
         self._wandb: Any = import_extra("wandb", "Logs in Weights & Biases", "wandb")
         self._run = self._wandb.init(**init)
-        self._fps = fps
         self._step = int(getattr(self._run, "step", 0))  # where a resumed run is
         self._own_axis = False
 
@@ -124,7 +114,7 @@ class WandbOutput(Output):
                     value = self._wandb.Image(value)
                 elif kind == "video":
                     path = Path(folder) / f"{len(row)}.gif"
-                    path.write_bytes(_encoded(kind, value, self._fps))
+                    path.write_bytes(_encoded(kind, value))
                     value = self._wandb.Video(str(path), format="gif")
                 row[key] = value
             if EVAL_STEP in row and not self._own_axis:
@@ -150,12 +140,9 @@ class MlflowOutput(Output):
     Args:
         directory: Of the run.
         settings: Parameters by their path.
-        fps: Of videos.
     """
 
-    def __init__(
-        self, directory: Path | str, *, settings: Mapping[str, Any] | None = None, fps: float = 20
-    ) -> None:
+    def __init__(self, directory: Path | str, *, settings: Mapping[str, Any] | None = None) -> None:
         mlflow: Any = import_extra("mlflow", "Logs in MLflow", "mlflow")
         self._metric: Any = mlflow.entities.Metric
         folder = Path(directory).absolute()
@@ -163,7 +150,6 @@ class MlflowOutput(Output):
         folder.mkdir(parents=True, exist_ok=True)
         uri = server or f"sqlite:///{folder / 'mlflow.db'}"
         client = self._client = mlflow.MlflowClient(tracking_uri=uri)
-        self._fps = fps
         kept = folder / "mlflow_run"
         if kept.is_file():
             self._run = kept.read_text().strip()
@@ -190,7 +176,7 @@ class MlflowOutput(Output):
             elif kind in ("image", "video"):
                 with tempfile.TemporaryDirectory(prefix="dreamfleet-mlflow-") as folder:
                     path = Path(folder) / f"{step:09d}.{'gif' if kind == 'video' else 'png'}"
-                    path.write_bytes(_encoded(kind, value, self._fps))
+                    path.write_bytes(_encoded(kind, value))
                     self._client.log_artifact(self._run, str(path), key)
         for first in range(0, len(rows), _MAX_METRICS):
             self._client.log_batch(self._run, metrics=rows[first : first + _MAX_METRICS])
