@@ -153,15 +153,14 @@ class _Reader:
         for episode in self._storage.get_episodes(range(self._storage.total_episodes)):
             rewards = np.asarray(episode["rewards"], np.float32)
             count = len(rewards) + 1
-            wanted = (("observations", count), ("actions", count - 1))
-            if any(_lengths(episode[name]) != {length} for name, length in wanted):
+            rows = self._observations(episode["observations"])
+            for key, value in self._actions(episode["actions"]).items():
+                rows[key] = np.concatenate([value, np.zeros_like(value[:1])])
+            if any(len(value) != count for value in rows.values()):
                 raise ConfigError(
                     f"Episode {episode['id']} of {self._path} has {count - 1} rewards, but not "
                     f"{count - 1} actions and {count} observations: the dataset is damaged."
                 )
-            rows = self._observations(episode["observations"])
-            for key, value in self._actions(episode["actions"], count - 1).items():
-                rows[key] = np.concatenate([value, np.zeros_like(value[:1])])
             ended = np.zeros(count, bool)
             ended[-1] = True
             terminal = ended & bool(np.asarray(episode["terminations"])[-1])
@@ -178,7 +177,7 @@ class _Reader:
             return _by_key(values, self.obs_space)
         return self._translation.observe(values)
 
-    def _actions(self, values: Any, count: int) -> Arrays:
+    def _actions(self, values: Any) -> Arrays:
         if self._ours:
             return _by_key(values, self.act_space)
         found: Arrays = {}
@@ -188,7 +187,7 @@ class _Reader:
                 () if key == "action" and not isinstance(values, Mapping) else key.split("/")
             ):
                 value, native = value[name], native[name]
-            array = np.asarray(value).reshape(count, *space.shape)
+            array = np.asarray(value).reshape(-1, *space.shape)
             if key in self._bounds:
                 low, high = self._bounds[key]
                 half = np.where(high > low, (high - low) / 2, 1.0)
@@ -197,14 +196,6 @@ class _Reader:
                 start = getattr(native, "start", native.low if hasattr(native, "low") else 0)
                 found[key] = (array - start).astype(space.dtype)
         return found
-
-
-def _lengths(values: Any) -> set[int]:
-    """Of all leaves."""
-    if not isinstance(values, Mapping | tuple):
-        return {len(values)}
-    parts = values.values() if isinstance(values, Mapping) else values
-    return {length for part in parts for length in _lengths(part)}
 
 
 def _by_key(values: Any, spaces: Mapping[str, Space]) -> Arrays:

@@ -142,8 +142,7 @@ def _notebook() -> Callable[[str, str], None] | None:
 
 def _for_notebook(status: RunStatus) -> tuple[str, str]:
     """The picture of a run as text and as HTML."""
-    console = Console(record=True, width=_WIDEST, force_terminal=True, file=io.StringIO())
-    console.print(picture(status))
+    console = _drawn(status)
     text = console.export_text(clear=False)
     return text, console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
@@ -177,9 +176,13 @@ def picture(status: RunStatus) -> RenderableType:
 
 def picture_svg(status: RunStatus) -> str:
     """The picture of a run as the content of an SVG file."""
+    return _drawn(status).export_svg(title="dreamfleet")
+
+
+def _drawn(status: RunStatus) -> Console:
     console = Console(record=True, width=_WIDEST, force_terminal=True, file=io.StringIO())
     console.print(picture(status))
-    return console.export_svg(title="dreamfleet")
+    return console
 
 
 def sparkline(values: Sequence[float], width: int = _SPARKS) -> str:

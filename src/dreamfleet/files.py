@@ -203,9 +203,6 @@ class DurableCounters:
         for index in range(len(self._copies)):
             self._read(index)
 
-    def __len__(self) -> int:
-        return len(self.values)
-
     def set(self, index: int, value: int) -> None:
         """Set a number, all of it or nothing."""
         copy, serial = self._newest[index]

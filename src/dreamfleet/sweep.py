@@ -35,7 +35,6 @@ from dreamfleet.fleet.tied import tied
 from dreamfleet.plotting import SWEEP_FILE, final_score, read_evaluations, read_scores
 from dreamfleet.statistics import mean_interval
 
-PLAN = SWEEP_FILE
 _RANGE = re.compile(r"(log|uniform|int)\(([^,()]+),([^,()]+)\)")
 _POLL_SECONDS = 2.0
 _PARTS = 20
@@ -148,7 +147,7 @@ class Sweep:
                 for seed in self.seeds
             ]
         plan = {"train": list(self.words), "values": {k: str(v) for k, v in self.values.items()}}
-        path = self.folder / PLAN
+        path = self.folder / SWEEP_FILE
         if not path.exists():
             atomic_write(path, json.dumps(plan, indent=2) + "\n")
         elif json.loads(path.read_text()) != plan:
@@ -187,7 +186,7 @@ class Sweep:
             return None
         score = _score_of(logdir)
         result = {"state": state, "score": score, "seed": run.seed, "setting": dict(run.setting)}
-        atomic_write(logdir / PLAN, json.dumps(result) + "\n")
+        atomic_write(logdir / SWEEP_FILE, json.dumps(result) + "\n")
         self.say(f"{run.name}: {state}" + ("" if score is None else f", score {score:.4g}"))
         if state == "failed":
             with self._lock:
@@ -317,7 +316,7 @@ def _score_of(logdir: Path) -> float | None:
 def result_of(logdir: Path) -> dict[str, Any] | None:
     """How a run of a sweep has ended; None if it has not."""
     with suppress(OSError, ValueError):
-        result: dict[str, Any] = json.loads((logdir / PLAN).read_text())
+        result: dict[str, Any] = json.loads((logdir / SWEEP_FILE).read_text())
         return result
     return None
 

@@ -134,8 +134,8 @@ def test_the_same_actions_give_the_same_dream_and_others_another(dream: Dream) -
     assert not np.array_equal(dream.step(0).latent.stoch, first[0].latent.stoch)
 
 
-def test_moments_are_kept_up_to_a_number(dream: Dream) -> None:
-    dream._keep = 3
+def test_moments_are_kept_up_to_a_number(dream: Dream, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dreamfleet.dream.dream._KEPT", 3)
     start = dream.now
     for _ in range(5):
         dream.step(dream.act())

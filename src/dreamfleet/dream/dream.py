@@ -28,7 +28,7 @@ from dreamfleet.policy import Blueprint, Policy, run_of
 from dreamfleet.replay.reading import StoredEpisode, replay_directories, stored_episodes
 from dreamfleet.spaces import Space
 
-_MAX_OBSERVED = 64
+_MAX_OBSERVED, _KEPT = 64, 2048
 _CONTEXT = 1 << 32
 """Numbers of observed steps start here, so that they share no random numbers with imagined ones."""
 
@@ -50,7 +50,7 @@ class Imagined(Guess):
 class Dream:
     """Imagines what actions lead to, one step at a time.
 
-    It keeps the last `keep` moments. Use it from one thread at a time. Branches share the networks.
+    It keeps the last 2,048 moments. Use it from one thread at a time. Branches share the networks.
 
     Args:
         model: A trained world model.
@@ -60,7 +60,6 @@ class Dream:
         blueprint: The run, as its checkpoint describes it.
         replay: Directories of the run's replay.
         seed: The seed of all random numbers.
-        keep: Moments to keep.
     """
 
     def __init__(
@@ -73,10 +72,9 @@ class Dream:
         blueprint: Blueprint | None = None,
         replay: Collection[Path] = (),
         seed: int = 0,
-        keep: int = 2048,
     ) -> None:
-        if keep < 1 or seed < 0:
-            raise ConfigError(f"keep={keep} must be at least 1, and seed={seed} at least 0.")
+        if seed < 0:
+            raise ConfigError(f"seed={seed} must be at least 0.")
         self._model = model
         self.obs_space = dict(obs_space)
         self.act_space = dict(act_space)
@@ -85,7 +83,6 @@ class Dream:
         self.seed = seed
         self.replay = tuple(replay)
         """Directories with sequences to start from."""
-        self._keep = keep
         self._line: list[Imagined] = []
         self._at = 0
         self._start: Imagined | None = None
@@ -252,7 +249,7 @@ class Dream:
         latent, guess = self._model.imagine(before.latent, taken, self.seed, number)
         del self._line[self._at + 1 :]
         self._line.append(Imagined(**vars(guess), number=number, action=taken, latent=latent))
-        del self._line[: -self._keep]
+        del self._line[:-_KEPT]
         self._at = len(self._line) - 1
         return self.now
 

@@ -21,6 +21,7 @@ Bounds = tuple[float, float]
 """The lowest and the highest value."""
 # Some environments write the largest float where they mean that there is no bound.
 _UNBOUNDED = 1e18
+_BOUNDS_CHECKED = 200  # steps
 
 
 class Wrapper:
@@ -28,20 +29,12 @@ class Wrapper:
 
     def __init__(self, env: Env) -> None:
         self.env = env
-        self._obs_space, self._act_space = env.obs_space, env.act_space
+        self.obs_space, self.act_space = env.obs_space, env.act_space
         notes = getattr(env, "notes", None)
         self.notes = [str(note) for note in notes] if isinstance(notes, list) else []
         """What was recognised or assumed about the environment, a sentence each."""
         self.unlogged: list[str] = getattr(env, "unlogged", [])
         """Names in `info` that start with log/ and are not among the observations."""
-
-    @property
-    def obs_space(self) -> Spaces:
-        return self._obs_space
-
-    @property
-    def act_space(self) -> Spaces:
-        return self._act_space
 
     def step(self, action: Mapping[str, Any]) -> Arrays:
         return self.env.step(action)
@@ -113,7 +106,7 @@ class AgentEnv(Wrapper):
 
     Observations: floats become float32, integers int32, bool and uint8 stay. Floats are refused
     where the space says integers. Keys, shapes, NaN and infinity are checked on every step, bounds
-    on the first `bounds_for` steps only: enough to find a wrong declaration.
+    on the first 200 steps only: enough to find a wrong declaration.
 
     Actions: continuous ones run from -1 to 1, are clipped, and mapped to the environment's bounds,
     as in `affine_actions`. All are cast to the environment's dtypes.
@@ -124,7 +117,6 @@ class AgentEnv(Wrapper):
         action_bounds: Where continuous actions have none.
         arrange: Whether images are to be brought to uint8 (height, width, channels).
         image_layout: How they are arranged, as for `make_env`.
-        bounds_for: How many steps have their bounds checked.
         lanes: The leading axis of a vectorised environment.
     """
 
@@ -136,12 +128,11 @@ class AgentEnv(Wrapper):
         *,
         arrange: bool = False,
         image_layout: Asked = None,
-        bounds_for: int = 200,
         lanes: tuple[int, ...] = (),
     ) -> None:
         super().__init__(env)
         check_declaration(env.obs_space, env.act_space)
-        self._remaining, self._lanes = bounds_for, lanes
+        self._remaining, self._lanes = _BOUNDS_CHECKED, lanes
         readers: dict[str, tuple[Space, Read]] = {}
         if arrange:
             own = {key: space for key, space in env.obs_space.items() if key not in RESERVED}
@@ -149,7 +140,7 @@ class AgentEnv(Wrapper):
             self.notes += notes
         if ActionMask.of(env.obs_space, env.act_space):
             self.notes.append(f"Actions are masked by the observation {ACTION_MASK!r}.")
-        self._obs_space = {}
+        self.obs_space = {}
         # Of each observation: dtype, shape, whether it may hold NaN, and a conversion.
         self._expected: dict[str, tuple[Any, tuple[int, ...], bool, Read | None]] = {}
         for key, given in env.obs_space.items():
@@ -157,11 +148,11 @@ class AgentEnv(Wrapper):
             if size and space.image:
                 space = Space(np.uint8, (*size, space.shape[2]))
                 read = functools.partial(_resized, key, read, size)
-            self._obs_space[key] = space
+            self.obs_space[key] = space
             self._expected[key] = space.dtype, (*lanes, *space.shape), not space.discrete, read
         self._affine, assumed = affine_actions(env.act_space, action_bounds)
         self.notes += assumed
-        self._act_space = {
+        self.act_space = {
             key: Space(np.float32, space.shape, -1, 1) if key in self._affine else _unified(space)
             for key, space in env.act_space.items()
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +38,7 @@ def entries() -> tuple[Entry, ...]:
     return tuple(found)
 
 
+@lru_cache(4096)
 def explain(key: str) -> Entry | None:
     """The entry about a metric; None for one that a user's agent or environment logs."""
     # An entry that names the metric exactly says more than one that stands for many.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from functools import lru_cache
 from typing import Any
 from urllib.parse import urlencode
 
@@ -256,14 +255,11 @@ def _fold(title: str, *, is_open: bool) -> ui.expansion:
     return ui.expansion(title, value=is_open).classes("card fold")
 
 
-_explain = lru_cache(4096)(explain)
-
-
 def meaning(metric: str) -> str:
     """What a metric means; empty if it is not one of ours."""
     if metric == EVALUATION:
         return "mean return of each evaluation"
-    entry = _explain(metric)
+    entry = explain(metric)
     return entry.sentence.replace("`", "") if entry else ""
 
 
@@ -274,7 +270,7 @@ def _metric_row(name: str, run: Run) -> dict[str, Any]:
         value = float(means[-1, 1])
     shown = "not finite" if name in run.metrics.newest else ""
     shown = shown if value is None else readable(float(f"{value:.4g}"))
-    entry = _explain(name)
+    entry = explain(name)
     about = {"meaning": meaning(name), "section": entry.section if entry else ""}
     return {"name": name, "newest": run.metrics.texts.get(name, shown), **about}
 

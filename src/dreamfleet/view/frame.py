@@ -157,9 +157,9 @@ def draw(
         charts[name].update()
 
 
-def search_box(hint: str, changed: Refresh | None = None, label: str = "search") -> ui.input:
+def search_box(hint: str, label: str = "search") -> ui.input:
     """A field for words to search."""
-    box = ui.input(placeholder=hint, on_change=changed).classes("search")
+    box = ui.input(placeholder=hint).classes("search")
     return box.props(f'outlined dense clearable debounce="200" aria-label="{label}"')
 
 

@@ -218,11 +218,8 @@ def training_hours(time: Floats, step: Floats) -> Floats:
 
 def finite(value: Any) -> float | None:
     """A finite number; None for everything else."""
-    if type(value) is float:
-        return value if math.isfinite(value) else None
-    if not isinstance(value, (int, float)):
-        return None
     try:
-        return float(value) if math.isfinite(value) else None
+        number = float(value) if isinstance(value, (int, float)) else math.nan
     except OverflowError:  # an integer of hundreds of digits
         return None
+    return number if math.isfinite(number) else None

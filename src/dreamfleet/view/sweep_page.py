@@ -13,8 +13,8 @@ import msgspec
 from nicegui import ui
 
 from dreamfleet.metrics.outputs.jsonl import DAMAGED
+from dreamfleet.plotting import SWEEP_FILE
 from dreamfleet.statistics import mean_interval
-from dreamfleet.sweep import PLAN
 from dreamfleet.view.charts import COLORS, GREY
 from dreamfleet.view.frame import card, draw, frame, keep_fresh, page, set_rows, table
 from dreamfleet.view.reading import read_tail
@@ -34,7 +34,7 @@ class _File(msgspec.Struct):
 
 def _read(folder: Path) -> _File:
     with suppress(*DAMAGED):
-        return msgspec.json.decode(read_tail(folder, PLAN, max_bytes=_MAX_BYTES), type=_File)
+        return msgspec.json.decode(read_tail(folder, SWEEP_FILE, max_bytes=_MAX_BYTES), type=_File)
     return _File()
 
 

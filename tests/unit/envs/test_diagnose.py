@@ -332,7 +332,7 @@ def test_a_mask_that_does_not_fit_is_a_problem() -> None:
     class Wide(Sound):
         def __init__(self, seed: int) -> None:
             super().__init__(seed)
-            self._obs_space["action_mask"] = Space(bool, (4,))
+            self.obs_space["action_mask"] = Space(bool, (4,))
 
     (finding,) = diagnose(Wide, steps=3).problems
     assert "has shape (4,), and action 'action' has 3 choices" in finding.what

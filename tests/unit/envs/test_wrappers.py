@@ -281,9 +281,10 @@ def test_minus_infinity_marks_a_missing_value() -> None:
     begin(AgentEnv(Wrong(x=np.full(2, -np.inf, np.float32))))
 
 
-def test_bounds_are_only_checked_at_the_start() -> None:
+def test_bounds_are_only_checked_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dreamfleet.envs.wrappers._BOUNDS_CHECKED", 2)
     inner = Wrong()
-    env = AgentEnv(inner, bounds_for=2)
+    env = AgentEnv(inner)
     begin(env)
     act(env)
     inner.change = {"n": np.array(9, np.int32)}
