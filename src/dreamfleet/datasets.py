@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dreamfleet.config import RunConfig
+from dreamfleet.envs.base import Arrays, Spaces
 from dreamfleet.envs.gym import GymTranslation
 from dreamfleet.envs.wrappers import affine_actions
 from dreamfleet.errors import ConfigError, DreamfleetError, first_line, import_extra
@@ -29,9 +29,6 @@ from dreamfleet.policy import Blueprint, read_blueprint
 from dreamfleet.replay import Replay
 from dreamfleet.replay.reading import StoredEpisode, replay_directories, stored_episodes
 from dreamfleet.spaces import FLAGS, Space, spaces_from_json, spaces_to_json
-
-Arrays = dict[str, NDArray[Any]]
-Spaces = dict[str, Space]
 
 PREFIX = "minari:"
 _OURS = "dreamfleet"

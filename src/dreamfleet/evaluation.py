@@ -30,6 +30,7 @@ from dreamfleet.envs.registry import Task, by_number, make_lanes, name_of
 from dreamfleet.errors import ConfigError, DreamfleetError
 from dreamfleet.files import atomic_write, temporary_folder
 from dreamfleet.fleet.play import eval_environments
+from dreamfleet.fleet.supervisor import Say
 from dreamfleet.metrics.evaluations import Evaluation, append_evaluation, evaluation_of
 from dreamfleet.metrics.frames import Mp4Writer, enlarged, find_encoder, labelled
 from dreamfleet.policy import Policy, maker_of_task, run_of
@@ -42,7 +43,6 @@ __all__ = ["Evaluation", "EvaluationError", "EvaluationInterrupted", "evaluate"]
 
 log = logging.getLogger(__name__)
 
-Say = Callable[[str], None]
 
 _SEEDS_FROM = 1_000_000
 _SAY_SECONDS = 10.0

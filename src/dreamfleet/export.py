@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from dreamfleet.agents.api import Arrays
 from dreamfleet.errors import DreamfleetError, first_line, import_extra
 from dreamfleet.files import atomic_write
 from dreamfleet.spaces import Space
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from dreamfleet.agents.dreamer.runtime.exporting import PolicyGraph
 
 Format = Literal["onnx", "stablehlo"]
-Arrays = dict[str, NDArray[Any]]
 Run = Callable[[Mapping[str, NDArray[Any]]], Arrays]
 
 TOLERANCE = 1e-4

@@ -30,10 +30,8 @@ from dreamfleet.errors import ConfigError, MetricsError, import_extra
 from dreamfleet.files import atomic_write
 from dreamfleet.formatting import readable
 from dreamfleet.metrics.outputs.jsonl import read_jsonl
+from dreamfleet.statistics import Floats, mean_interval, normalised, probability_of_improvement
 from dreamfleet.statistics import aggregate as interquartile
-from dreamfleet.statistics import mean_interval, normalised, probability_of_improvement
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -42,9 +40,6 @@ class Scores:
 
     at: Floats
     score: Floats
-
-    def __len__(self) -> int:
-        return len(self.at)
 
 
 @dataclass(frozen=True)

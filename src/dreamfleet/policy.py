@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dreamfleet.agents.api import Agent, Mode, Player
+from dreamfleet.agents.api import Agent, Arrays, Mode, Player
 from dreamfleet.agents.registry import BUILT_IN, AgentType, find_agent
 from dreamfleet.checkpoint import Checkpoint, Snapshot, Which, read_checkpoint
 from dreamfleet.config import ForeignSettings, RunConfig
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from dreamfleet.envs.registry import Task
     from dreamfleet.export import Format
 
-Arrays = dict[str, NDArray[Any]]
 Spaces = Mapping[str, Space]
 
 _RAW = "or use policy.for_gym(env), which takes what a Gymnasium environment returns."

@@ -170,28 +170,30 @@ class Sweep:
                 "correct it, and start the same sweep again."
             )
 
-    def _one(self, run: Run, watch: Callable[[float, float], bool] | None = None) -> float | None:
-        """Train, unless that is done; returns the score, or None if the run failed or was pruned.
+    def _one(
+        self, run: Run, watch: Callable[[float, float], bool] | None = None
+    ) -> tuple[str, float | None]:
+        """Train, unless that is done; returns how it ended (empty if the sweep was stopped before
+        that), and the score.
 
         Args:
             run: The run.
             watch: Called with the share of its steps and the newest score; true to prune it.
         """
         logdir = self.folder / run.name
-        done = result_of(logdir) or {"state": ""}
-        if done["state"] in ("complete", "pruned"):
-            return done["score"] if done["state"] == "complete" else None
+        done = result_of(logdir)
+        if done and done["state"] in ("complete", "pruned"):
+            return done["state"], done["score"]
         state = "" if self._stop.is_set() else self._train(run, watch)
         if self._stop.is_set() and state != "complete":
-            return None
+            return "", None
         score = _score_of(logdir)
         result = {"state": state, "score": score, "seed": run.seed, "setting": dict(run.setting)}
         atomic_write(logdir / SWEEP_FILE, json.dumps(result) + "\n")
         self.say(f"{run.name}: {state}" + ("" if score is None else f", score {score:.4g}"))
         if state == "failed":
-            with self._lock:
-                self._failed.append(run.name)
-        return score if state == "complete" else None
+            self._failed.append(run.name)
+        return state, score
 
     def _train(self, run: Run, watch: Callable[[float, float], bool] | None) -> str:
         """Complete, pruned or failed."""
@@ -288,10 +290,9 @@ class Sweep:
         scores: list[float] = []
         for seed in self.seeds:
             run = Run(f"trial-{trial.number:04d}_seed-{seed}", setting, seed)
-            score = self._one(run, None if scores else watch)
-            if score is None:
-                state = (result_of(self.folder / run.name) or {}).get("state")
-                if not self._stop.is_set() or state in ("pruned", "failed"):
+            state, score = self._one(run, None if scores else watch)
+            if score is None or state != "complete":
+                if state:
                     with self._lock:
                         self._without_score += state != "pruned"
                     study.tell(trial, state=states.PRUNED if state == "pruned" else states.FAIL)

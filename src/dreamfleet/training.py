@@ -26,6 +26,7 @@ from dreamfleet.fleet.claim import claim_directory
 from dreamfleet.fleet.factories import MakeOutput, environment, factories, logger
 from dreamfleet.fleet.preflight import preflight
 from dreamfleet.fleet.record import record_state
+from dreamfleet.fleet.supervisor import Say
 from dreamfleet.formatting import clock
 from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS
 from dreamfleet.metrics.evaluations import evaluation_from, evaluation_metrics, recorded_round
@@ -42,7 +43,6 @@ from dreamfleet.trust import Trust
 
 log = logging.getLogger(__name__)
 
-Say = Callable[[str], None]
 OnLog = Callable[[int, dict[str, Any]], object] | None
 OnEpisode = Callable[[int, float, int], object] | None
 OnCheckpoint = Callable[[int, Path], object] | None

@@ -19,7 +19,7 @@ from PIL import Image
 
 from dreamfleet import Dream, DreamfleetError
 from dreamfleet.dream.session import FRESH, MAX_BRANCHES, Session
-from dreamfleet.view.dream_host import DreamClosedError, DreamHost
+from dreamfleet.view.dream_host import IDLE_SECONDS, DreamClosedError, DreamHost
 
 DEADLINE = 120
 
@@ -193,9 +193,12 @@ def test_an_episode_is_predicted_from_its_recorded_actions(session: Session) -> 
     assert session.predict()["frame"] == scene["frame"]  # nothing is left
 
 
-def test_viewers_share_one_worker_up_to_a_number(run: Path) -> None:
+def test_viewers_share_one_worker_up_to_a_number(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A crash of the worker ends no viewer's page."""
-    host = DreamHost(max_viewers=2)
+    monkeypatch.setattr("dreamfleet.view.dream_host.MAX_VIEWERS", 2)
+    host = DreamHost()
     try:
         for name in "ab":
             assert host.open(name, run)["task"] == "bundled:catch"
@@ -227,7 +230,7 @@ def test_viewers_share_one_worker_up_to_a_number(run: Path) -> None:
 
 
 def test_the_worker_ends_with_the_last_dream_and_its_folder_with_the_server(run: Path) -> None:
-    host = DreamHost(idle_seconds=60.0)
+    host = DreamHost()
     try:
         for name in "ab":
             host.open(name, run)
@@ -235,7 +238,7 @@ def test_the_worker_ends_with_the_last_dream_and_its_folder_with_the_server(run:
         host.close("a")
         host.close_idle()
         assert host.call("b", "describe")["step"] == 70
-        host._called["b"] -= 61.0
+        host._called["b"] -= IDLE_SECONDS + 1
         host.close_idle()
         assert process.poll() is not None
         with pytest.raises(DreamClosedError, match="idle for too long"):
@@ -275,10 +278,13 @@ def test_nothing_is_left_of_a_server_that_is_killed(run: Path, tmp_path: Path) -
         time.sleep(0.05)
 
 
-def test_a_checkpoint_that_is_a_link_is_not_followed(run: Path) -> None:
+def test_a_checkpoint_that_is_a_link_is_not_followed(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dreamfleet.view.dream_host.MAX_VIEWERS", 1)
     linked = run.parent / "linked"
     linked.symlink_to(run)
-    host = DreamHost(max_viewers=1)
+    host = DreamHost()
     for name in "ab":  # a failure takes no viewer's place
         with pytest.raises(DreamfleetError, match="links are not followed"):
             host.open(name, linked / "ckpt")

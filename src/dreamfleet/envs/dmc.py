@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
 import functools
 import importlib
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -23,7 +22,6 @@ from dreamfleet.spaces import Space
 _CAMERAS = {"quadruped": 2}
 
 _NO_RENDERER = "disable"
-_EGL_PLATFORM_DEVICE = 0x313F
 _NO_WHEELS = (
     "it needs labmaze, which has no wheels for Python 3.13 or newer; use Python 3.11 or 3.12"
 )
@@ -115,35 +113,19 @@ def _suite(*, render: bool) -> ModuleType:
 
 
 def pick_renderer() -> str:
-    """The first renderer that works here: a window system, EGL, then OSMesa."""
+    """The first renderer that works here: a window system, EGL, then OSMesa.
+
+    dm_control itself says whether it can use one, in a process of its own: what is loaded and does
+    not work would stay loaded, and a broken driver may crash.
+    """
     if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
         return "glfw"
-    if _egl_works():
-        return "egl"
-    if ctypes.util.find_library("OSMesa"):
-        return "osmesa"
+    for name in ("egl", "osmesa"):
+        words = [sys.executable, "-c", "import dm_control._render"]
+        variables = {**os.environ, "MUJOCO_GL": name}
+        if not subprocess.run(words, env=variables, capture_output=True, check=False).returncode:
+            return name
     raise EnvError(
         "No renderer works here: install EGL (apt install libegl1) or OSMesa (apt install "
         "libosmesa6), or use obs='state'."
     )
-
-
-def _egl_works() -> bool:
-    """Whether one of the devices of EGL can be opened, as dm_control will do."""
-    pointer, integer = ctypes.c_void_p, ctypes.c_int32
-    try:
-        egl = ctypes.CDLL(ctypes.util.find_library("EGL"))
-        egl.eglGetProcAddress.restype = pointer
-        egl.eglInitialize.argtypes = [pointer] * 3
-        query = ctypes.CFUNCTYPE(integer, integer, pointer, pointer)(
-            egl.eglGetProcAddress(b"eglQueryDevicesEXT")
-        )
-        display = ctypes.CFUNCTYPE(pointer, integer, pointer, pointer)(
-            egl.eglGetProcAddress(b"eglGetPlatformDisplayEXT")
-        )
-        devices, count = (pointer * 16)(), integer()
-        found = devices[: count.value] if query(16, devices, ctypes.byref(count)) else []
-        displays = (display(_EGL_PLATFORM_DEVICE, device, None) for device in found)
-        return any(each and egl.eglInitialize(each, None, None) for each in displays)
-    except (OSError, AttributeError, TypeError):  # no library, or no such function in it
-        return False

@@ -209,14 +209,10 @@ class SlotTable:
     def slots(self, keys: Sequence[int]) -> NDArray[np.intp]:
         """The slot of each id, which counts as used now. An id without a slot gets one, for which
         the arrays may grow."""
-        known = self._slots
-        try:
-            found = np.array([known[key] for key in keys], np.intp)
-        except KeyError:
-            for key in keys:
-                if key not in known:
-                    known[key] = self._take()
-            found = np.array([known[key] for key in keys], np.intp)
+        for key in keys:
+            if key not in self._slots:
+                self._slots[key] = self._take()
+        found = np.array([self._slots[key] for key in keys], np.intp)
         self._used[found] = self._clock()
         return found
 

@@ -26,7 +26,8 @@ from dreamfleet.plotting import (
     action_repeat,
     panels_of,
 )
-from dreamfleet.view.reading import Floats, thinned
+from dreamfleet.statistics import Floats
+from dreamfleet.view.reading import thinned
 from dreamfleet.view.runs import EVALUATION, SCORE, Run
 
 Axis = Literal["steps", "frames", "hours"]

@@ -101,15 +101,9 @@ def main() -> None:
 
 
 class DreamHost:
-    """Starts the worker when it is needed, and calls it; from any thread.
+    """Starts the worker when it is needed, and calls it; from any thread."""
 
-    Args:
-        max_viewers: Dreams at the same time.
-        idle_seconds: `close_idle` closes a dream that was not called for so long.
-    """
-
-    def __init__(self, max_viewers: int = MAX_VIEWERS, idle_seconds: float = IDLE_SECONDS) -> None:
-        self._max, self._idle = max_viewers, idle_seconds
+    def __init__(self) -> None:
         self._lock = threading.RLock()
         self._called: dict[str, float] = {}  # when each viewer's dream was last called
         self._resources = ExitStack()
@@ -124,8 +118,8 @@ class DreamHost:
         """
         with self._lock:
             self.close_idle()
-            if len(self._called.keys() - {name}) >= self._max:
-                raise ConfigError(f"{self._max} dreams are open, which is the limit: close one.")
+            if len(self._called.keys() - {name}) >= MAX_VIEWERS:
+                raise ConfigError(f"{MAX_VIEWERS} dreams are open, which is the limit: close one.")
             if self.process is None or self.process.poll() is not None:
                 self.stop()
                 self._start()
@@ -158,7 +152,7 @@ class DreamHost:
     def close_idle(self) -> None:
         """Close dreams that were not called for long."""
         with self._lock:
-            oldest = time.monotonic() - self._idle
+            oldest = time.monotonic() - IDLE_SECONDS
             for name in [name for name, at in self._called.items() if at < oldest]:
                 self.close(name)
 

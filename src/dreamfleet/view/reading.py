@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from dreamfleet.metrics.outputs.jsonl import JsonlTail, decode_rows, last_lines
 from dreamfleet.roles.logger import RECENT_EPISODES
-
-Floats = NDArray[np.float64]
+from dreamfleet.statistics import Floats
 
 MAX_READ_BYTES = 2 << 20
 """Per call."""

@@ -36,7 +36,8 @@ from dreamfleet.metrics.evaluations import FILE_NAME as EVALUATIONS_FILE
 from dreamfleet.metrics.outputs.jsonl import DAMAGED, decode_rows
 from dreamfleet.plotting import evaluation_means
 from dreamfleet.presets import PRESETS
-from dreamfleet.view.reading import Floats, MetricsFile, finite, read_tail
+from dreamfleet.statistics import Floats
+from dreamfleet.view.reading import MetricsFile, finite, read_tail
 
 log = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -242,13 +243,14 @@ class TestDMControl:
     def test_a_renderer_is_picked_by_what_works(self, monkeypatch) -> None:
         for name in ("DISPLAY", "WAYLAND_DISPLAY"):
             monkeypatch.delenv(name, raising=False)
-        libraries: set[str] = {"OSMesa"}
-        monkeypatch.setattr(dmc_suite, "_egl_works", lambda: "EGL" in libraries)
-        monkeypatch.setattr(
-            dmc_suite.ctypes.util, "find_library", lambda name: name if name in libraries else None
-        )
+        libraries: set[str] = {"osmesa"}
+
+        def run(*_: object, env: dict[str, str], **__: object) -> SimpleNamespace:
+            return SimpleNamespace(returncode=int(env["MUJOCO_GL"] not in libraries))
+
+        monkeypatch.setattr(dmc_suite.subprocess, "run", run)
         assert dmc_suite.pick_renderer() == "osmesa"
-        libraries.add("EGL")
+        libraries.add("egl")
         assert dmc_suite.pick_renderer() == "egl"
         monkeypatch.setenv("DISPLAY", ":0")
         assert dmc_suite.pick_renderer() == "glfw"
