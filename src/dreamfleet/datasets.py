@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dreamfleet.config import RunConfig
-from dreamfleet.envs.base import Arrays, Spaces
+from dreamfleet.envs.base import RESERVED, Arrays, Spaces
 from dreamfleet.envs.gym import GymTranslation
 from dreamfleet.envs.wrappers import affine_actions
 from dreamfleet.errors import ConfigError, DreamfleetError, first_line, import_extra
@@ -36,7 +36,6 @@ _OURS = "dreamfleet"
 _STREAMS = 8
 """Episodes follow each other in so many streams, as those of environments do."""
 _METADATA = "metadata.json"
-_FLAG_SPACES = {name: Space(np.float32 if name == "reward" else bool) for name in FLAGS}
 
 
 def is_dataset(path: Path | str) -> bool:
@@ -140,7 +139,7 @@ class _Reader:
             key: (to(-np.ones(self._native[key].shape)), to(np.ones(self._native[key].shape)))
             for key, to in ends.items()
         }
-        self.obs_space = {**self._translation.obs_space, **_FLAG_SPACES}
+        self.obs_space = {**self._translation.obs_space, **RESERVED}
         self.act_space = {
             key: Space(np.float32, space.shape, -1, 1) if key in self._bounds else space
             for key, space in self._native.items()

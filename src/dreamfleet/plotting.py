@@ -71,20 +71,20 @@ def read_scores(logdir: Path, frames_per_step: int = 1) -> Scores:
 
     A run that was resumed from an older checkpoint may hold some steps twice; all of them happened.
     """
-    rows = _rows(logdir / "scores.jsonl", "episode")
+    path = logdir / "scores.jsonl"
     found = [
         (row["step"], row["episode/score"])
-        for row in rows
+        for row in _rows(path, "episode")
         if row.get("episode/score") is not None and "step" in row
     ]
-    return _scores(found, frames_per_step, logdir / "scores.jsonl", "episode")
+    return _scores(found, frames_per_step, path, "episode")
 
 
 def read_evaluations(logdir: Path, frames_per_step: int = 1) -> Scores:
     """The means of a run's evaluations, in order: of rounds while it trained, and at its ends."""
     path = logdir / "evaluations.jsonl"
-    means = [(step, mean) for step, mean in evaluation_means(_rows(path, "evaluation")).tolist()]
-    return _scores(means, frames_per_step, path, "evaluation")
+    means = evaluation_means(_rows(path, "evaluation"))
+    return _scores(means.tolist(), frames_per_step, path, "evaluation")
 
 
 def evaluation_means(rows: Iterable[Mapping[str, Any]]) -> Floats:

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from dreamfleet.config import read_config
 from dreamfleet.errors import ConfigError, DreamfleetError, MetricsError, import_extra
-from dreamfleet.files import atomic_write
+from dreamfleet.files import atomic_write, read_json
 from dreamfleet.fleet.tied import tied
 from dreamfleet.plotting import SWEEP_FILE, final_score, read_evaluations, read_scores
 from dreamfleet.statistics import mean_interval
@@ -316,10 +316,7 @@ def _score_of(logdir: Path) -> float | None:
 
 def result_of(logdir: Path) -> dict[str, Any] | None:
     """How a run of a sweep has ended; None if it has not."""
-    with suppress(OSError, ValueError):
-        result: dict[str, Any] = json.loads((logdir / SWEEP_FILE).read_text())
-        return result
-    return None
+    return read_json(logdir / SWEEP_FILE, dict[str, Any])
 
 
 def table(folder: Path) -> Table:
