@@ -17,7 +17,7 @@ from dreamfleet.config import RunConfig, read_config
 from dreamfleet.errors import ConfigError
 from dreamfleet.presets import PRESETS
 from dreamfleet.presets import preset as find_preset
-from dreamfleet.settings import Count, Section, Setting, convert
+from dreamfleet.settings import Count, Section, Setting, convert, read
 
 _WHAT = frozenset({Section("what")})
 _SHOWN = frozenset({Section("what is written and shown")})
@@ -122,9 +122,13 @@ def read_line(arguments: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
     """
     from dreamfleet.resuming import read_settings, resolve
 
-    words = _without_sets(arguments) if "--set" in arguments else arguments
-    values, rest = parse_known([*_OWN, *run_options(RunConfig())], words)
+    options = run_options(RunConfig())
+    values, rest = parse_known([*_OWN, *options], arguments)
     own = {option.path: values.pop(option.path) for option in _OWN if option.path in values}
+    kinds = {option.path: option.type for option in options}
+    for path, value in own.pop("set", {}).items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        values[path] = read([text], kinds.get(path, Any))
     source = Path(own["config"]) if "config" in own else None
     file = read_settings(source) if source else {}
     config = resolve(
@@ -137,18 +141,6 @@ def read_line(arguments: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
         read_rest=lambda agent: parse([*_OWN, *run_options(RunConfig(agent=agent))], rest),
     )
     return config, own
-
-
-def _without_sets(arguments: Sequence[str]) -> list[str]:
-    """The command line with `--set envs=4` as `--envs=4`."""
-    found, words = parse_known([_OWN[3]], arguments)
-    for path, value in found.get("set", {}).items():
-        group, dot, name = path.rpartition(".")
-        text = value if isinstance(value, str) else json.dumps(value)
-        negation = {"true": "", "false": "no-"}.get(text.lower())
-        is_switch = negation is not None
-        words.append(f"--{group}{dot}{negation}{name}" if is_switch else f"--{path}={text}")
-    return words
 
 
 def config_of(arguments: Sequence[str]) -> RunConfig:

@@ -188,7 +188,7 @@ def test_every_example_is_a_command(line: str) -> None:
         (["train", "--steps", "abc"], "steps=abc is not valid: use a whole number, at least 0.\n"),
         (["train", "--replay.capacity=0"], "replay.capacity=0 is not valid: use a whole number"),
         (["train", "--dreamer.model", "1k"], "dreamer.model=1k is not valid: use one of debug"),
-        (["train", "--set", "dreamer.loss.horizn=1"], "Did you mean --dreamer.loss.horizon?"),
+        (["train", "--set", "dreamer.loss.horizn=1"], "did you mean 'dreamer.loss.horizon'?"),
         (["train", "--agent", "random", "--dreamer.loss.horizon", "1"], "There is no setting"),
         (["train", "--agent", "dreamr"], "Did you mean 'dreamer'?"),
         (["train", "--agent", "nowhere:AGENT"], "There is no module 'nowhere'"),

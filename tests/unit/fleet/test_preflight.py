@@ -241,9 +241,9 @@ def test_a_directory_belongs_to_one_run(
     ("arguments", "words"),
     [
         (["--replay.capacity", "10"], "replay.capacity=10 holds fewer"),
-        (["--set", "replay.capcity=10"], "Did you mean --replay.capacity?"),
-        (["--set", "dreamer.loss.horizn=10"], "Did you mean --dreamer.loss.horizon?"),
-        (["--set", "dreamer.loss=10"], "There is no option --dreamer.loss."),
+        (["--set", "replay.capcity=10"], "did you mean 'replay.capacity'?"),
+        (["--set", "dreamer.loss.horizn=10"], "did you mean 'dreamer.loss.horizon'?"),
+        (["--set", "dreamer.loss=10"], "dreamer.loss=10 is not valid: use the settings inside it"),
         (["--envs", "0"], "envs=0 is not valid: use a whole number, at least 1.\n"),
         (["--set", "envs=many"], "envs=many is not valid: use a whole number, at least 1.\n"),
         (["--env-options", "hats=3", "--task", "bundled:catch"], "no option 'hats'"),
