@@ -272,35 +272,31 @@ class _Recorded(Wrapper):
 
     def __init__(self, env: Wrapper, recording: _Recording) -> None:
         super().__init__(env)
-        self._recording = recording
-        self._writer: Mp4Writer | None = Mp4Writer(
-            recording.path, fps=recording.fps, title=recording.title
-        )
-        self._frame_of = renderer(env)
+        self._recording, self._frame_of = recording, renderer(env)
+        self._writer = Mp4Writer(recording.path, fps=recording.fps, title=recording.title)
         self._score, self._frames = 0.0, 0
 
     def step(self, action: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
         if self._frames and action[RESET]:  # it was cut short
-            self._end()
+            self._try(self._end)
         obs = self.env.step(action)
         self._try(partial(self._record, obs))
         if obs["is_last"]:
-            self._end()
+            self._try(self._end)
         return obs
 
-    def _try(self, write: Callable[[Mp4Writer], None]) -> None:
-        """Write to the video, if there still is one; an error is its end."""
-        if (writer := self._writer) is None:
+    def _try(self, write: Callable[[], None]) -> None:
+        """Write to the video, unless it is over; an error is its end."""
+        if self._recording.over:
             return
         try:
-            write(writer)
+            write()
         except Exception as error:
-            self._writer = None
             with suppress(Exception):  # it may be the end of the file that fails
-                writer.__exit__(error)
+                self._writer.__exit__(error)
             self._recording.done(str(error) if isinstance(error, DreamfleetError) else repr(error))
 
-    def _record(self, obs: dict[str, NDArray[Any]], writer: Mp4Writer) -> None:
+    def _record(self, obs: dict[str, NDArray[Any]]) -> None:
         frame = self._frame_of(obs)
         if frame is None:
             raise ConfigError(
@@ -310,18 +306,13 @@ class _Recorded(Wrapper):
         self._frames += 1
         self._score += float(obs["reward"])
         line = f"{self._recording.title}  return {self._score:<8.5g}"
-        writer.add(labelled(enlarged(frame), line))
+        self._writer.add(labelled(enlarged(frame), line))
 
     def _end(self) -> None:
-        """Complete the video, once."""
-        self._try(self._complete)
-        self._writer = None
-
-    def _complete(self, writer: Mp4Writer) -> None:
-        writer.__exit__()
+        self._writer.__exit__()
         self._recording.done()
 
     def close(self) -> None:
         if self._frames:
-            self._end()
+            self._try(self._end)
         super().close()
