@@ -131,12 +131,8 @@ class EpisodicEnv(ABC):
 
     def step(self, action: Mapping[str, Any]) -> Arrays:
         # Without a reset after a last step a new episode starts, which `is_first` shows.
-        if self._over or action[RESET]:
-            obs, reward, last, terminal = Outcome(self._begin())
-            first = True
-        else:
-            obs, reward, last, terminal = self._advance(action)
-            first = False
+        first = self._over or action[RESET]
+        obs, reward, last, terminal = Outcome(self._begin()) if first else self._advance(action)
         self._over = last
         return {
             **obs,

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-# The weights ITU-R BT.601 gives red, green and blue.
-_LUMA = np.array([0.299, 0.587, 0.114], np.float32)
-
 
 def resize(image: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
     """A uint8 image (height, width, channels), or a batch, at another (height, width).
@@ -32,10 +29,10 @@ def resize(image: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]
 
 
 def to_gray(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Luma of an RGB image, as one channel."""
-    luma = image.reshape(-1, 3).astype(np.float32) @ _LUMA
-    pixels: NDArray[np.uint8] = np.rint(luma, out=luma).astype(np.uint8)
-    return pixels.reshape(*image.shape[:2], 1)
+    """Luma of an RGB image (ITU-R BT.601), as one channel."""
+    from PIL import Image
+
+    return np.array(Image.fromarray(image).convert("L"))[..., None]
 
 
 def side_by_side(images: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
