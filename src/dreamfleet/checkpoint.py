@@ -25,7 +25,6 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -297,13 +296,11 @@ def _write_part(folder: Path, name: str, state: FlatState, suffix: str = "") -> 
         arrays[key] = np.ascontiguousarray(array).reshape(array.shape)
     path = folder / f"{name}{suffix}.safetensors"
     save_file(arrays, path)
-    with ThreadPoolExecutor(1) as pool:
-        checksum = pool.submit(_checksum, path)
-        fsync(path)
+    fsync(path)
     return {
         "file": path.name,
         "bytes": path.stat().st_size,
-        "crc32": checksum.result(),
+        "crc32": _checksum(path),
         "arrays": len(arrays),
         "values": values,
     }
@@ -338,16 +335,13 @@ def _read_file(folder: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
         key: float(value["float"]) if isinstance(value, dict) else value
         for key, value in entry["values"].items()
     }
-    # Read while the checksum is worked out: both take long, and a mismatch is the exception.
-    with ThreadPoolExecutor(1) as pool:
-        checksum = pool.submit(_checksum, path)
-        try:
-            with safe_open(path, "numpy") as file:
-                result |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}.") from error
-    if checksum.result() != entry["crc32"]:
+    if _checksum(path) != entry["crc32"]:
         raise CheckpointError(f"{path} does not match its checksum.")
+    try:
+        with safe_open(path, "numpy") as file:
+            result |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
     return result
 
 
