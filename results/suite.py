@@ -5,8 +5,10 @@
 
 `run` makes every run of the table below that is not finished, one on each core, at idle priority.
 It may be stopped at any time and started again: runs resume. Each run is an ordinary
-`dreamfleet train`. `write` copies the settings, scores, command, version, machine and minutes of
-each run to `runs/`, and makes README.md and its pictures from these files alone.
+`dreamfleet train`. Linux shares its cores between sessions first: for idle priority to count there,
+say `sysctl kernel.sched_autogroup_enabled=0` before. `write` copies the settings, scores, command,
+version, machine and minutes of each run to `runs/`, and makes README.md and its pictures from these
+files alone.
 
 Settings were tuned on seeds 100 and up; `tuning.json` has what was tried where a goal is missed.
 Reported seeds are 0, 1, 2; every run that was started is listed. `peers/` holds scores of other

@@ -455,19 +455,20 @@ def stored_streams(directory: Path) -> dict[int, dict[str, Any]]:
 
 def check_order(stream: dict[str, Any], cuts: int) -> None:
     """Every step of an environment is there, once, in order, and with the action taken. The agent
-    or the environment's process has ended so many times at most. Each end cuts an episode short, or
-    costs one whose first observation was on its way."""
+    or the environment's process has ended so many times at most. Each end costs the steps that the
+    replay had not confirmed, which may be the end of one episode and the beginning of another."""
     length = EVERY_STEP["length"]
     episode, step = stream["vector"][:, 1].astype(int), stream["vector"][:, 2].astype(int)
     assert stream["is_first"].tolist() == (step == 0).tolist()
     assert stream["action"].tolist() == (step % 5).tolist()
     starts = [n for n in range(1, len(step)) if step[n] != step[n - 1] + 1]
     assert all(step[n] == 0 for n in [0, *starts]), "no episode begins in its middle"
-    lost = [n for n in starts if episode[n] == episode[n - 1] + 2]
-    whole = [n for n in starts if n not in lost]
-    assert all(episode[n] in (episode[n - 1] + 1, 0) for n in whole), "from 0 in a new process"
-    assert len(lost) + sum(step[n - 1] != length for n in whole) <= cuts
-    assert all(step[n - 1] == length for n in lost), "the episode before was complete"
+    inside = [n for n in range(1, len(step)) if step[n]]
+    assert all(episode[n] == episode[n - 1] for n in inside), "steps of one episode"
+    whole = [n for n in starts if step[n - 1] == length and episode[n] == episode[n - 1] + 1]
+    broken = [n for n in starts if n not in whole]
+    assert all(episode[n] > episode[n - 1] or episode[n] == 0 for n in broken), "0: a new process"
+    assert len(broken) <= cuts
 
 
 def check_counts(logdir: Path, found: Mapping[int, Any]) -> Any:

@@ -413,6 +413,13 @@ class RunConfig:
         """Sequences that learning may be ahead, and steps that acting may be, of `train_ratio`."""
         return 4 * self.host_batch
 
+    @property
+    def message_steps(self) -> int:
+        """Steps in a message of an actor to the replay, unless one policy call has more. What the
+        limiter tolerates keeps acting and learning in step. Many environments send four steps of
+        each at once: larger messages cost less."""
+        return max(self.limiter_tolerance, min(256, 4 * len(self.envs_of(0))))
+
     @cached_property
     def run_keys(self) -> Keys | RoleKey | None:
         """What clients connect with: the run key, or the key of a role; None if there is none."""

@@ -86,9 +86,7 @@ def serve_actor(agent: Player, args: RunConfig, progress: Progress, index: int =
             roles=("env",),
             check=ObservationCheck(spaces, most, owners, check_acting(args)),
             gather=_GATHER_SECONDS,
-            # What the replay's limiter tolerates at once keeps acting and learning in step. Many
-            # environments send four steps of each at once: larger messages cost less.
-            post_rows=max(args.limiter_tolerance, min(256, 4 * len(args.envs_of(index)))),
+            post_rows=args.message_steps,
             on_post_error=actor.on_send_error,
         )
         presence = Presence(args, progress, server, owners, index)

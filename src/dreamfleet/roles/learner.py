@@ -38,7 +38,7 @@ _BATCH_SECONDS = 0.1  # after which a learner without a batch does what else is 
 _FLUSH_SECONDS = 5.0
 _IN_FLIGHT = 8  # calls to a shard without a reply, most of them updates
 _AHEAD = 2  # batches that are requested before they are needed
-_ROWS_ON_THEIR_WAY = 4  # from an actor at most: so many times the limiter's tolerance
+_MESSAGES_ON_THEIR_WAY = 4  # from an actor at most
 _COMPILING = (
     "the learner is compiling the agent; the first time takes 20 s with a small model and minutes "
     "with a large one"
@@ -369,8 +369,8 @@ class Learner:
         asked = int(args.train_ratio * steps / (args.batch_size * args.batch_length))
         asked += args.pretrain
         limiter = limiter_for(args)
-        on_their_way = (1 + _ROWS_ON_THEIR_WAY * args.actors) * limiter.tolerance
-        held = limiter.ratio * (limiter.minsize + on_their_way) + limiter.debt
+        sent = _MESSAGES_ON_THEIR_WAY * args.actors * args.message_steps
+        held = limiter.ratio * (limiter.minsize + limiter.tolerance + sent) + limiter.debt
         most = int(held / args.host_batch) + _AHEAD
         return max(0, min(asked - self._saver.updates, most))
 

@@ -340,7 +340,7 @@ def test_updates_left_are_those_before_there_was_enough_data_and_no_more(tmp_pat
         learner.begin_end(progress.step)
         found = learner.updates_left()
         learner.finish_replay()
-        assert client.granted == [16 * found]
+        assert client.granted == [config.batch_size * found]
         if found:
             count.updates += found - 1
             assert learner.updates_left() == 1, "how many it is, is decided once"
@@ -351,6 +351,8 @@ def test_updates_left_are_those_before_there_was_enough_data_and_no_more(tmp_pat
     assert left(61) == 64  # of 125
     assert left(125) == left(130) == 0
     assert left(0, train_ratio=4096.0) < 4096 * 1000 / 512, "what is owed has a bound"
+    many: dict[str, Any] = {"envs": 64, "batch_size": 4, "batch_length": 8, "train_ratio": 32.0}
+    assert left(50, **many) == 950, "an update a step; larger messages may all be on their way"
     assert left(61, step=999) == 0, "it ended at its target score"
     assert left(61, stopped=True) == left(61, train_ratio=0.0) == 0
 

@@ -48,14 +48,15 @@ def test_a_run_is_stopped_by_a_signal(run: Run) -> None:
 
 def test_a_save_is_requested_by_a_file_that_the_learner_takes(run: Run) -> None:
     assert "not running" in actions.request_save(run)
-    learner: Any = SimpleNamespace(_may_look=lambda: True, _args=SimpleNamespace(logdir=run.path))
-    assert not Saver.asked(learner)
+    args = SimpleNamespace(logdir=run.path)
+    saver: Any = SimpleNamespace(_may_look=lambda: True, _args=args, updates=3, _saved=3)
+    assert not Saver.is_due(saver)
     write_record(run.path, RunStatus.of_this_process())
     run.refresh()
     actions.request_save(run)
     assert (run.path / SAVE_REQUEST).exists()
-    assert Saver.asked(learner)
-    assert not Saver.asked(learner)
+    assert Saver.is_due(saver)
+    assert not Saver.is_due(saver)
 
 
 def job_of(run: Run, *words: str) -> actions.Job:
