@@ -30,7 +30,7 @@ from dreamfleet.errors import ConfigError, MetricsError, import_extra
 from dreamfleet.files import atomic_write
 from dreamfleet.formatting import readable
 from dreamfleet.metrics.outputs.jsonl import read_jsonl
-from dreamfleet.statistics import Floats, mean_interval, normalised, probability_of_improvement
+from dreamfleet.statistics import Floats, mean_interval, probability_of_improvement
 from dreamfleet.statistics import aggregate as interquartile
 
 
@@ -392,10 +392,9 @@ def aggregate_table(panels: Sequence[Panel]) -> Table:
         high = max(float(group.curve.high.max()) for group in panel.groups)
         if panel.task.startswith("dmc:"):
             low, high = 0.0, 1000.0
+        span = max(high - low, 1e-9)
         for group in panel.groups:
-            scores = [
-                normalised(final_score(r.scores), low, max(high, low + 1e-9)) for r in group.runs
-            ]
+            scores = [(final_score(r.scores) - low) / span for r in group.runs]
             found.setdefault(_label(group.runs[0], list(different)), {})[panel.task] = scores
     table = Table("setting", "tasks", "runs", "IQM [95 %]", "P(better than the first)", box=None)
     first = next(iter(found.values()))

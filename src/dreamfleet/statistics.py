@@ -1,7 +1,7 @@
 """Scores of several runs as the field reports them (Agarwal et al., 2021, "Statistical Precipice").
 
 Scores of one method are a mapping from task to the scores of its runs, one for each seed.
-Aggregates over tasks need scores that are comparable between tasks, such as `normalised` ones.
+Aggregates over tasks need scores that are comparable between tasks, such as normalised ones.
 Intervals are 95 %: Student's t for the mean of a few seeds, percentiles of a stratified bootstrap
 for aggregates.
 """
@@ -48,11 +48,6 @@ def mean_interval(scores: Sequence[float]) -> Estimate:
     t = _T[len(values) - 2] if len(values) - 2 < len(_T) else 1.96
     half = t * float(values.std(ddof=1)) / math.sqrt(len(values))
     return Estimate(mean, mean - half, mean + half)
-
-
-def normalised(score: float, low: float, high: float) -> float:
-    """0 for a score of `low`, such as a random policy's, and 1 for one of `high`."""
-    return (score - low) / (high - low)
 
 
 def interquartile_mean(values: Sequence[float] | Floats) -> float:

@@ -10,7 +10,6 @@ from dreamfleet.statistics import (
     aggregate,
     interquartile_mean,
     mean_interval,
-    normalised,
     probability_of_improvement,
 )
 
@@ -41,7 +40,3 @@ def test_the_probability_of_improvement_counts_ties_half() -> None:
     # Task a: 1 loses twice, 3 wins once and ties once; task b ties.
     assert found.value == pytest.approx((1.5 / 4 + 0.5) / 2)
     assert found.low <= found.value <= found.high
-
-
-def test_normalised_scores() -> None:
-    assert normalised(20.0, low=10.0, high=30.0) == 0.5
