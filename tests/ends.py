@@ -96,7 +96,8 @@ class OutOfOrder(Exception):
 def end_one(plan: Plan, folder: Path) -> float:
     """Start or resume the run of a folder, end it, and look; returns the seconds that it took."""
     logdir, log = folder / "run", folder / "run" / "logs" / "agent.log"
-    before, faults = len(read(log)), Counter(audit(logdir.glob("replay*")).faults)
+    before, stored = len(read(log)), [*logdir.glob("replay*")]
+    faults = Counter(audit(stored).faults if stored else {})
     run = psutil.Process(start(plan, folder))
     try:
         wait_for(plan, run, logdir, before)
