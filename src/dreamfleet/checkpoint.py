@@ -122,9 +122,7 @@ class Checkpoint:
         serial = 0
         if host == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
-            for path in self.directory.iterdir():
-                if path.name.startswith((_TEMPORARY, _DISCARDED)):
-                    shutil.rmtree(path)
+            self.clean_up()
             serial = max((_serial(path) for path in self.all()), default=0) + 1
             (self.directory / f"{_TEMPORARY}{serial:06d}").mkdir()
         said = gather({"serial": serial, "step": step})
@@ -153,6 +151,14 @@ class Checkpoint:
             self._remove_older()
         gather({})  # it is there, on all hosts
         return final
+
+    def clean_up(self) -> None:
+        """Remove what a writer that was killed has left. For the writer alone."""
+        for path in [
+            *self.directory.glob(f"{_TEMPORARY}*"),
+            *self.directory.glob(f"{_DISCARDED}*"),
+        ]:
+            shutil.rmtree(path)
 
     def load(
         self, which: Which = "latest", *, parts: Collection[str] | None = None

@@ -284,7 +284,7 @@ class JoinedNodes:
 
     def log(self) -> None:
         """Tell the logger of the machines; called every `log_every` seconds."""
-        if self._logger.stats()["inflight"] < _LOGGED:
+        if not self._logger.behind:
             with suppress(TransportError):  # it is restarting, and the next ones follow
                 self._logger.call("add", -1, metrics(self.machines()))
 

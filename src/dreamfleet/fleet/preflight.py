@@ -251,7 +251,7 @@ def check_messages(config: RunConfig, obs_space: Spaces, act_space: Spaces) -> N
     """A batch that no message can hold would fail the agent until the fleet gives up."""
     if config.launcher == "serial":
         return
-    rows = max(config.host_batch * config.window, config.envs)
+    rows = max(config.host_batch * config.window, config.envs, config.message_steps)
     for key, size in column_bytes(config, obs_space, act_space).items():
         if rows * size > MAX_MESSAGE:
             raise ConfigError(

@@ -32,7 +32,6 @@ from dreamfleet.roles.scaling.shards import ReplayClient, Reply
 from dreamfleet.spaces import FLAGS, LOG_PREFIX, RESET, is_frame, join_observed, without_logs
 from dreamfleet.transport import (
     BatchServer,
-    Client,
     Closed,
     Future,
     TransportError,
@@ -104,7 +103,7 @@ class Actor:
         args: RunConfig,
         progress: Progress,
         replay: ReplayClient,
-        logger: Client,
+        logger: LoggerClient,
         index: int = 0,
     ) -> None:
         self._agent, self._args, self._progress = agent, args, progress
@@ -225,15 +224,14 @@ class Actor:
         """Forget environments that are gone, and tell the logger how the actor is doing, and why it
         is `held` back, if it is."""
         idle = self._forget_gone()
-        with suppress(Closed):  # the run ends without the logger
-            self._logger.wait_any((), 0.0)  # what it has answered is not in flight any more
+        behind = self._logger.behind
         logger, replay, stats = self._logger.stats(), self._replay.stats(), server.stats()
         waiting = int(stats["act/waiting"])
         if held is None:
             held = waits_for(self._args, idle, waiting, replay, self._index)
         self._health.waits(held)
-        if logger["inflight"] >= _LOGGED_IN_FLIGHT:
-            return  # metrics are not worth a wait for a logger that is away
+        if behind:
+            return
         then, items, batches = self._previous
         now = time.monotonic()
         self._previous = now, stats["act/items"], stats["act/batches"]

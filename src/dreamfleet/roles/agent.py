@@ -46,7 +46,7 @@ def _act_and_learn(agent: Agent, args: RunConfig, progress: Progress, sync: Sync
         try:
             role(agent, barrier, args, progress, *more)
         except threading.BrokenBarrierError:
-            log.info("%s ends because the other thread failed.", role.__name__)
+            log.info("%s ends before it began: the other thread does.", role.__name__)
         except BaseException as error:
             progress.fail(error)
             barrier.abort()
@@ -60,7 +60,7 @@ def _act_and_learn(agent: Agent, args: RunConfig, progress: Progress, sync: Sync
     learner.start()
     progress.finished.wait()
     while learner.is_alive():  # the learner makes the end, see `Progress`
-        _leave_if_unprepared(progress)
+        _leave_if_unprepared(progress, barrier, actor)
         learner.join(POLL_SECONDS)
     progress.wait_no_longer()
     actor.join(progress.seconds_left())
@@ -68,9 +68,17 @@ def _act_and_learn(agent: Agent, args: RunConfig, progress: Progress, sync: Sync
         raise progress.error
 
 
-def _leave_if_unprepared(progress: Progress) -> None:
-    """Leave the process if it is asked to stop while it compiles, which may take a minute."""
-    if progress.stopped and not progress.prepared and process_was_asked_to_stop():
-        log.info("The agent is stopped before its first update: nothing is saved.")
-        logging.shutdown()
-        os._exit(STOPPED)
+def _leave_if_unprepared(
+    progress: Progress, barrier: threading.Barrier, actor: threading.Thread
+) -> None:
+    """Leave the process if it is asked to stop while it compiles, which may take a minute. The
+    actor of an agent that was restarted acts meanwhile: what it has collected is sent before."""
+    if progress.prepared or not (progress.stopped and process_was_asked_to_stop()):
+        return
+    barrier.abort()
+    actor.join(progress.seconds_left())
+    with progress.preparing:  # the learner saves nothing that would be cut off
+        if not progress.prepared:
+            log.info("The agent is stopped before its first update: nothing is saved.")
+            logging.shutdown()
+            os._exit(STOPPED)

@@ -60,8 +60,8 @@ def parallel_learner(
     with (
         ReplayClient(args, "learner", _IN_FLIGHT) as replay,
         LoggerClient(args, "learner-logger", 8) as logger,
+        closing(Saver(agent, args, progress, replay, logger, sync)) as saver,
     ):
-        saver = Saver(agent, args, progress, replay, logger, sync)
         learner = Learner(agent, args, progress, saver, replay, logger, sync)
         learner.restore()  # parameters, updates, positions
         policy_first = learner.prepare()
@@ -70,7 +70,8 @@ def parallel_learner(
             barrier.wait()  # the actor acts from here on
             if policy_first:
                 learner.compile(policy=False)
-            progress.prepared = True
+            with progress.preparing:
+                progress.prepared = True
             with hang_up_in_time(progress, logger, replay):
                 learner.run()
                 saver.save()

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 import uuid
+from contextlib import suppress
 from typing import Any
 
 from dreamfleet.config import RunConfig
@@ -39,6 +40,14 @@ class LoggerClient(Client):
             future = Future(self, method)
             future._fail(error)
             return future
+
+    @property
+    def behind(self) -> bool:
+        """Whether another message would wait for answers, as with a logger that is away; metrics
+        are not worth that."""
+        with suppress(Closed):
+            self.wait_any((), 0.0)  # what it has answered is not in flight any more
+        return len(self._pending) >= self._maxinflight
 
     def give_up_if_silent(self, seconds: float) -> None:
         """Hang up if calls wait for an answer, and none came since this was first asked, nor for so

@@ -36,6 +36,8 @@ class Progress:
         self.prepared = False
         """Whether the learner has restored and compiled the agent. Before that there is nothing to
         save."""
+        self.preparing = threading.Lock()
+        """Held while it becomes so, or while the process is left because it is not."""
         self.error: BaseException | None = None
         self.senders: list[Callable[[], bool]] = []
         """Whether the actor of this process still acts or sends, and those of others."""

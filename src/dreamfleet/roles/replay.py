@@ -131,8 +131,7 @@ def parallel_replay(
         while not stop.wait(args.log_every):
             try:
                 report = service.report(others)
-                logger.wait_any((), 0.0)  # what it has answered is not in flight any more
-                if logger.stats()["inflight"] < _IN_FLIGHT:  # or metrics would wait, and the end
+                if not logger.behind:
                     logger.add(-1, report)
             except TransportError as error:
                 log.warning("The replay's metrics are lost: %s", error)

@@ -75,6 +75,8 @@ class Saver:
         returns what was done."""
         await_server(self._replay.connect, "the replay", self._progress.finished.is_set)
         self._sync.gather("ready", {})  # loading may be done by all devices together
+        if self._sync.index == 0:
+            self._checkpoint.clean_up()
         restored = "starting from scratch"
         snapshot = self._checkpoint.load()
         if snapshot is not None:
@@ -213,6 +215,13 @@ class Saver:
             while not wait_for([writing], POLL_SECONDS).done:
                 self.note_end()  # however long it takes
             writing.result()
+
+    def close(self) -> None:
+        """Let a checkpoint that is being written be finished: the agent may end by an error."""
+        self._writer.shutdown(wait=self._sync.count == 1)  # hosts that have failed are not there
+        writing, self._writing = self._writing, None
+        if writing and writing.done() and (error := writing.exception()):
+            log.warning("A checkpoint was not written: %s", error)
 
     def note_end(self) -> None:
         """While the run ends: let the supervisor know that the end gets on."""

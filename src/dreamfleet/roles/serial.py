@@ -92,6 +92,8 @@ _HERE = Caller(RUN, "", "this process", b"here")
 class InProcessClient:
     """A server and its clients in one object: a call is made at once, in the caller's thread."""
 
+    behind = False
+
     def __init__(self, name: str) -> None:
         self.name = name
         self._methods: dict[str, Callable[..., Any]] = {}

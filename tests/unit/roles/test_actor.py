@@ -469,6 +469,8 @@ class Serving:
 class Watching(Recorder):
     """A client of the logger, with all that metrics ask of it."""
 
+    behind = False
+
     def wait_any(self, futures: Any, timeout: float) -> bool:
         return True
 

@@ -4,7 +4,7 @@ saved all the same."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from fleet_parts import CountingAgent, small_run
 
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
+from dreamfleet.errors import ConfigError
+from dreamfleet.roles import agent as agent_role
 from dreamfleet.roles import learner
 from dreamfleet.roles.addresses import publish_address
 from dreamfleet.roles.health import STARTED, health_path
@@ -105,6 +107,92 @@ def test_a_replay_that_is_restarted_in_the_end_hears_of_it_again(
     assert not thread.is_alive()
     assert servers.finishes >= 3, "`finish` is repeated until all steps are confirmed"
     assert Checkpoint(tmp_path / "ckpt" / "agent").latest() is not None
+
+
+class RaisesWhileWriting(CountingAgent):
+    """Raises in its second update, while the checkpoint of the first is being written."""
+
+    def __init__(self, writing: threading.Event, raised: threading.Event) -> None:
+        super().__init__()
+        self._writing, self._raised = writing, raised
+
+    def train(self, carry: Any, batch: Mapping[str, Any]) -> Any:
+        if self._updates == 1:
+            assert self._writing.wait(120)
+            self._raised.set()
+            raise RuntimeError("the training is broken")
+        return super().train(carry, batch)
+
+
+@pytest.mark.parametrize("servers", [""], indirect=True)
+def test_a_checkpoint_that_is_being_written_outlives_the_learner(
+    tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, raised, save = threading.Event(), threading.Event(), Checkpoint.save
+
+    def slow(self: Checkpoint, *args: Any, **more: Any) -> Path:
+        writing.set()
+        assert raised.wait(120)
+        return save(self, *args, **more)
+
+    monkeypatch.setattr(Checkpoint, "save", slow)
+    (tmp_path / "save.request").touch()
+    agent = RaisesWhileWriting(writing, raised)
+    with pytest.raises(RuntimeError, match="the training is broken"):
+        learner.parallel_learner(agent, threading.Barrier(1), small_run(tmp_path), Progress())
+    snapshot = Checkpoint(tmp_path / "ckpt" / "agent").load()
+    assert snapshot is not None
+    assert snapshot.parts["agent"]["updates"] == 1
+
+
+@pytest.mark.parametrize("servers", [""], indirect=True)
+def test_what_a_killed_agent_had_half_written_is_removed_by_the_next_one(
+    tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / "ckpt" / "agent" / ".writing-000003"
+    left.mkdir(parents=True)
+    agent = CountingAgent()
+
+    def compiled(**_: Any) -> None:
+        raise ConfigError("it does not fit")
+
+    monkeypatch.setattr(agent, "compile", compiled, raising=False)
+    with pytest.raises(ConfigError, match="it does not fit"):
+        learner.parallel_learner(agent, threading.Barrier(1), small_run(tmp_path), Progress())
+    assert not left.exists()
+
+
+class Left(BaseException):
+    """The process has been left."""
+
+
+def test_an_agent_that_is_stopped_while_it_compiles_sends_what_it_has_collected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    progress, barrier = Progress(), threading.Barrier(2)
+    acting, sent = threading.Event(), threading.Event()
+
+    def leave(code: int) -> None:
+        assert sent.is_set()
+        assert progress.preparing.locked(), "the learner does not begin to save meanwhile"
+        raise Left
+
+    def acts(*_: Any) -> None:
+        barrier.wait()
+        acting.set()
+        progress.finished.wait()
+        sent.set()
+
+    monkeypatch.setattr(agent_role, "process_was_asked_to_stop", lambda: True)
+    monkeypatch.setattr(agent_role.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(agent_role.os, "_exit", leave)
+    actor = threading.Thread(target=acts, daemon=True)
+    actor.start()
+    barrier.wait(120)  # the learner compiles from here on
+    assert acting.wait(120)
+    progress.stop()
+    with pytest.raises(Left):
+        agent_role._leave_if_unprepared(progress, barrier, actor)
 
 
 class Ordered(CountingAgent):

@@ -115,6 +115,22 @@ def test_a_complete_run_does_not_wait_for_a_logger_that_answers_nothing(
         thawed.set()
 
 
+def test_a_client_that_asks_nothing_of_its_answers_is_not_behind_for_good(tmp_path: Path) -> None:
+    """As the supervisor's, which tells the logger of machines."""
+    args = small_run(tmp_path, logger_addr=fixed_address())
+    thawed = threading.Event()
+    server = Server(args.logger_addr, "logger")
+    server.bind("add", lambda *_: thawed.wait(60))
+    with server, LoggerClient(args, "nodes", 2) as logger, LoggerClient(args, "other") as other:
+        logger.add(0, {})
+        assert not logger.behind
+        logger.add(1, {})
+        assert logger.behind
+        thawed.set()
+        other.add(2, {}).result(60)  # the server answers in order
+        assert not logger.behind
+
+
 def test_steps_are_sent_when_every_actor_has_ended() -> None:
     progress, busy = Progress(), {"own", "other"}
     progress.senders += [lambda: "own" in busy, lambda: "other" in busy]

@@ -431,6 +431,9 @@ def test_a_step_says_which_shard_it_came_from() -> None:
         found = marked(stepid, shard)
         assert shard_of(found[:, 1:]).tolist() == [[shard] * 2] * 2
         assert unmarked(found).tobytes() == stepid.tobytes()
+        other = np.asfortranarray(found)  # as an agent may send it back
+        assert shard_of(other).tolist() == shard_of(found).tolist()
+        assert unmarked(other).tobytes() == stepid.tobytes()
     with pytest.raises(ConfigError, match="chunk"):
         ReplayConfig(chunk=(1 << ROW_BITS) + 1)
     with pytest.raises(ConfigError, match="replay_shards"):

@@ -224,14 +224,14 @@ def shard_of(stepid: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 def unmarked(stepid: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The ids as their shard knows them."""
-    ids = np.array(stepid)
+    ids = stepid.copy()
     _rows(ids)[...] &= np.uint32((1 << ROW_BITS) - 1)
     return ids
 
 
 def _rows(stepid: NDArray[np.uint8]) -> NDArray[np.uint32]:
     """The rows of steps in their chunks, the last part of their ids."""
-    return stepid[..., CHUNK_ID_BYTES:].view(">u4")
+    return np.ascontiguousarray(stepid)[..., CHUNK_ID_BYTES:].view(">u4")
 
 
 class AllOf:
