@@ -87,7 +87,8 @@ class LocalSocket:
         self._socket = socket
         self._largest = min(_MAX_PACKET, granted - 4096)
         self._buffer = bytearray(_MAX_PACKET) if buffer is None else buffer
-        self._outbox: deque[tuple[bytes, Slab | None]] = deque()
+        self._outbox: deque[tuple[bytes, Slab | None, bool]] = deque()
+        self._outbox_messages = 0  # whose last packet is in it
         self._poller: Poller | None = None
         self._watched = False  # the poller tells when there is room for more
         self._parts: list[bytes] = []
@@ -116,10 +117,7 @@ class LocalSocket:
     # --- sending ---------------------------------------------------------------------------------
 
     def send(self, frames: Sequence[Buffer]) -> bool:
-        """Send a message, now or as soon as there is room; False if the other side has gone or
-        does not read."""
-        if len(self._outbox) >= _MAX_WAITING:
-            return False
+        """Send a message, now or as soon as there is room; False if the connection has ended."""
         slot, places = self._share(frames[1:]) if len(frames) > 1 else (-1, ())
         table, paddings, total = _layout(tuple(map(len, frames)), (-1, *places))
         first = _MESSAGE << _KIND_SHIFT | len(frames)
@@ -154,7 +152,7 @@ class LocalSocket:
         """Send what waits, as far as there is room."""
         with suppress(OSError):  # the end is noticed by reading
             while self._outbox and self._transmit([self._outbox[0][0]], self._outbox[0][1]):
-                self._outbox.popleft()
+                self._outbox_messages -= self._outbox.popleft()[2]
         self._watch()
 
     def _watch(self) -> None:
@@ -197,19 +195,25 @@ class LocalSocket:
         for start in range(0, len(data), room):
             last = start + room >= len(data)
             head = _HEAD.pack(_PART << _KIND_SHIFT | last, 0, 0, 0)
-            sent = self._push([head, data[start : start + room]])
+            sent = self._push([head, data[start : start + room]], last=last)
         return sent
 
-    def _push(self, parts: Sequence[Buffer], slab: Slab | None = None) -> bool:
-        """Send a packet, now or as soon as there is room; False if the other side has gone."""
-        try:
+    def _push(
+        self, parts: Sequence[Buffer], slab: Slab | None = None, *, last: bool = True
+    ) -> bool:
+        """Send a packet, now or as soon as there is room; False if the connection has ended. It
+        ends if a packet cannot be sent, so that both sides know that a message is lost."""
+        with suppress(OSError):
             if not self._outbox and self._transmit(parts, slab):
                 return True
-        except OSError:
-            return False
-        self._outbox.append((b"".join(parts), slab))
-        self._watch()
-        return True
+            if self._outbox_messages < _MAX_WAITING:
+                self._outbox.append((b"".join(parts), slab, last))
+                self._outbox_messages += last
+                self._watch()
+                return True
+        with suppress(OSError):  # the other side has ended it
+            self._socket.shutdown(sockets.SHUT_RDWR)
+        return False
 
     def _transmit(self, parts: Sequence[Buffer], slab: Slab | None) -> bool:
         """Hand a packet to the kernel; False if there is no room for it."""
@@ -224,7 +228,7 @@ class LocalSocket:
         except OSError as problem:
             if slab is None or problem.errno not in (errno.ETOOMANYREFS, errno.EMFILE):
                 raise
-            self._socket.sendmsg(parts, (), sockets.MSG_NOSIGNAL)  # without memory to map
+            return self._transmit(parts, None)  # without memory to map
         return True
 
     # --- receiving -------------------------------------------------------------------------------
