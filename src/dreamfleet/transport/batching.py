@@ -199,8 +199,13 @@ class BatchServer(BaseServer):
         with self._lock:
             peers = {request.peer for request in batcher.waiting}
             there = {peer for peer in peers if self._listener.connected(peer)}
-            batcher.waiting = deque(r for r in batcher.waiting if r.peer in there)
-            batcher.rows = sum(request.rows for request in batcher.waiting)
+            for _ in range(len(batcher.waiting)):
+                request = batcher.waiting.popleft()
+                if request.peer in there:
+                    batcher.waiting.append(request)
+                else:
+                    batcher.rows -= request.rows
+                    self._forget_call(request.peer)
             self._wake_reader()
 
     def _start(self) -> None:
