@@ -260,7 +260,8 @@ class RemoteListener(Listener):
         origin = RemoteOrigin(frame, identity)
         if identity.name:
             known = self._named.get(origin.descriptor)
-            if known is None or known.peer != origin.peer:
+            # Messages of a peer that has gone come late, when its descriptor is another one's.
+            if known is None or (known.peer != origin.peer and self.connected(origin.peer)):
                 self._named[origin.descriptor] = origin
         return origin
 
