@@ -15,9 +15,10 @@ import zmq
 
 from dreamfleet.transport import AddressError, Client, Server
 from dreamfleet.transport import connection as module
-from dreamfleet.transport.address import resolve
+from dreamfleet.transport.address import parse, resolve
 from dreamfleet.transport.codec import encode
 from dreamfleet.transport.connection import Connection, Event, Lost, Welcome
+from dreamfleet.transport.remote import RemoteLink, next_event
 from dreamfleet.transport.wire import CALL, Waker, pack
 
 LONG = 60.0
@@ -120,6 +121,17 @@ def test_an_attempt_that_cannot_be_made_is_made_again(
         assert isinstance(next(events(connection)), Welcome)
     connection.close()
     waker.close()
+
+
+def test_an_attempt_without_a_socket_is_over_when_libzmq_plans_the_next_one(port: int) -> None:
+    """CLOSED is not told when the system refuses the socket. Here it would be: nothing listens."""
+    address = parse(f"127.0.0.1:{port}")
+    link = RemoteLink(address, address.text, None)
+    assert link._monitor.poll(1000 * LONG)
+    event = next_event(link._monitor)
+    assert event
+    assert event[0] == zmq.Event.CONNECT_RETRIED
+    link.close()
 
 
 def test_unknown_address_is_asked_for_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
