@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,7 @@ class Request:
     schema: Schema
     blob: bytes
     frames: Sequence[Buffer]
-    signature: Signature  # the same object for requests that are alike
+    signature: Signature
     arrived: float
 
     def leaf(self, index: int) -> Any:
@@ -353,7 +353,7 @@ def _take(batcher: _Batcher) -> list[Request]:
     rows, signature = taken[0].rows, taken[0].signature
     while waiting and rows + waiting[0].rows <= batcher.batch:
         request = waiting.popleft()
-        if request.signature is signature or request.signature == signature:
+        if request.signature == signature:
             taken.append(request)
             rows += request.rows
         else:
@@ -366,9 +366,8 @@ def _take(batcher: _Batcher) -> list[Request]:
 # --- stacking requests and splitting results -----------------------------------------------------
 
 
-@lru_cache(maxsize=1024)
 def signature_of(schema: Schema, rows: int) -> Signature:
-    """What an item of a request looks like. The same object for requests that are alike.
+    """What an item of a request looks like.
 
     Raises:
         MessageError: It holds something that has no place in a batch.

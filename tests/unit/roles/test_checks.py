@@ -234,6 +234,7 @@ def test_what_was_fine_before_is_looked_at_again(run: RunConfig) -> None:
             if type(wrong) is dict and np.shape(wrong.get("envid")) == (2,):
                 with pytest.raises((ArgumentError, MessageError)):
                     check(origin, request_of(wrong))
+    assert len(check._plans) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])

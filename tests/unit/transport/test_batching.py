@@ -1,6 +1,7 @@
 """Requests that look alike are stacked and answered column by column: with the same result as one
 by one."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +117,14 @@ def test_requests_of_clients_that_have_gone_are_not_in_flight() -> None:
         assert (server.stats()["inflight"], server.stats()["act/waiting"]) == (1, 1)
         server.hold("act", held=False)
         assert left.result().tolist() == [[1, 1, 1]]
+
+
+def test_a_huge_schema_is_not_kept() -> None:
+    sent = encode((dict.fromkeys(map(str, range(10_000)), np.zeros((1, 0))),))
+    schema = parse_schema(sent.schema)
+    references = sys.getrefcount(schema)
+    signature_of(schema, 1)
+    assert sys.getrefcount(schema) == references
 
 
 @pytest.mark.parametrize("size", [1, 7, SMALL, SMALL + 1], ids=str)
