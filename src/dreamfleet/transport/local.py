@@ -92,7 +92,6 @@ class LocalSocket:
         self._poller: Poller | None = None
         self._watched = False  # the poller tells when there is room for more
         self._parts: list[bytes] = []
-        self._parts_size = 0
         self._slab: Slab | None = None  # of what is sent
         self._slab_number, self._slab_ready = 0, False
         self._slab_limit = MAX_SLAB // 2 if SHARING else 0  # bytes; a larger slab was denied
@@ -272,12 +271,9 @@ class LocalSocket:
             return frames
         if kind == _PART:
             self._parts.append(packet[_HEAD.size :])
-            self._parts_size += len(packet)
-            if self._parts_size > wire.MAX_CALL + wire.MAX_MESSAGE:
-                raise MessageError("A message is larger than any may be.")
             if not amount:
                 return None
-            whole, self._parts, self._parts_size = b"".join(self._parts), [], 0
+            whole, self._parts = b"".join(self._parts), []
             if _HEAD.unpack_from(whole)[0] >> _KIND_SHIFT != _MESSAGE:
                 raise MessageError("Only messages come in parts.")
             return self._take(whole, [])

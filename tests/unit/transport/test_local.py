@@ -29,6 +29,7 @@ from dreamfleet.transport import (
     renew,
     shared_arrays,
     slab,
+    wire,
 )
 from dreamfleet.transport.address import parse, resolve
 from dreamfleet.transport.codec import Buffer
@@ -239,6 +240,18 @@ def test_floats_are_copied_and_images_are_views() -> None:
         for key, array in value.items():
             np.testing.assert_array_equal(answer[key], array)
             np.testing.assert_array_equal(seen[key], array)
+
+
+def test_a_reply_may_be_larger_than_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parameters of a large agent are one reply."""
+    monkeypatch.setattr(local, "SHARING", False)
+    monkeypatch.setattr(wire, "MAX_CALL", 1 << 20)
+    monkeypatch.setattr(wire, "MAX_MESSAGE", 1 << 20)
+    server = Server("ipc://{auto}")
+    server.bind("give", lambda: [np.ones(1 << 20, np.uint8)] * 3)
+    with server, Client(server.address, timeout=60) as client:
+        for _ in range(2):
+            assert sum(map(np.sum, client.give().result())) == 3 << 20
 
 
 def test_a_socket_that_is_full_holds_no_thread_up() -> None:
