@@ -286,8 +286,9 @@ class RemoteListener(Listener):
     def hang_up(self, origin: Origin) -> None:
         descriptor = origin.descriptor if isinstance(origin, RemoteOrigin) else -1
         # What it had sent until then still comes.
-        if descriptor not in self._ending and self.connected(origin.peer):
-            shut_down(descriptor, self.address.port, origin.address)
+        if descriptor in self._ending or not self.connected(origin.peer):
+            return
+        if shut_down(descriptor, self.address.port, origin.address):
             self._ending.add(descriptor)
             self.ended += 1
 
