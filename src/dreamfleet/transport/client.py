@@ -297,6 +297,7 @@ class Client:
                 return
             self._confirmed = False
             self._connection.greet()
+            self._waker.wake()  # a send may swallow the signal of a message that came meanwhile
         self._progress(lambda: self._confirmed or not self._pending, deadline)
 
     def __enter__(self) -> Self:
