@@ -32,13 +32,12 @@ from dreamfleet.transport.codec import (
     parse_schema,
 )
 from dreamfleet.transport.errors import MessageError, RemoteError, Timeout, TransportError
-from dreamfleet.transport.listening import Origin
+from dreamfleet.transport.listening import FOREVER, Origin
 from dreamfleet.transport.loop import WorkQueue
 from dreamfleet.transport.posting import PostFn, PostQueue
 from dreamfleet.transport.server import BaseServer, error_frames
 
 WorkFn = Callable[..., tuple[Any, Any]]
-_FOREVER = float("inf")
 
 # What all items of a batch share: per leaf its place, dtype and shape.
 Signature = tuple[tuple[tuple[str, ...], Any, tuple[int, ...]], ...]
@@ -76,7 +75,6 @@ Check = Callable[[Origin, Request], None]
 class _Batcher:
     """One method's waiting requests and its workers. Touched under the loop's lock."""
 
-    method: str
     workfn: WorkFn
     batch: int
     wait: float
@@ -101,7 +99,7 @@ class _Batcher:
     def deadline(self) -> float:
         """When the oldest request has waited long enough. While no worker is free a batch goes
         on filling, because closing it would not make it run any sooner."""
-        return self.waiting[0].arrived + self.wait if self.waiting and self.free else _FOREVER
+        return self.waiting[0].arrived + self.wait if self.waiting and self.free else FOREVER
 
 
 class BatchServer(BaseServer):
@@ -164,7 +162,7 @@ class BatchServer(BaseServer):
                 f"1, got {gather} and {post_rows}."
             )
         batcher = _Batcher(
-            method, workfn, batch, wait, WorkQueue(workers), repeatable, frozenset(roles), check
+            workfn, batch, wait, WorkQueue(workers), repeatable, frozenset(roles), check
         )
         if postfn:
             batcher.posts = PostQueue(
@@ -270,7 +268,7 @@ class BatchServer(BaseServer):
     # --- under the loop's lock -------------------------------------------------------------------
 
     def _deadline(self) -> float:
-        return min((b.deadline for b in self._methods.values()), default=_FOREVER)
+        return min((b.deadline for b in self._methods.values()), default=FOREVER)
 
     def _dispatch_held_back(self, batcher: _Batcher) -> None:
         """Start batches that waited until `postfn` had caught up."""

@@ -67,10 +67,6 @@ class Encoded(msgspec.Struct, frozen=True, gc=False):
     def encoded(self) -> Encoded:
         return self
 
-    def snapshot(self) -> Encoded:
-        """The same, holding on to no memory of the caller's."""
-        return self.with_frames([bytes(frame) for frame in self.frames])
-
     def with_frames(self, frames: list[Buffer]) -> Encoded:
         """The same with copies of its frames."""
         return Encoded(self.schema, self.plain, self.blob, frames)

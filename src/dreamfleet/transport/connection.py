@@ -114,7 +114,7 @@ class Connection:
         if not value.frames:
             return value
         kept = self._link.keep(value.frames) if type(self._link) is LocalLink else None
-        return value.with_frames(kept) if kept else value.snapshot()
+        return value.with_frames(kept or [bytes(frame) for frame in value.frames])
 
     def memory(self, size: int) -> Memory | None:
         """Memory whose content `send` does not copy, if there is some."""

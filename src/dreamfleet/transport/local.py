@@ -362,15 +362,13 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> Iterator[int]:
 class LocalOrigin(Origin):
     """A connection of a process of this machine."""
 
-    __slots__ = ("_address", "socket")
+    __slots__ = ("address", "socket")
+
+    address: str
 
     def __init__(self, peer: bytes, socket: LocalSocket, address: str) -> None:
         super().__init__(peer, _TRUSTED)
-        self.socket, self._address = socket, address
-
-    @property
-    def address(self) -> str:
-        return self._address
+        self.socket, self.address = socket, address
 
 
 class LocalListener(Listener):

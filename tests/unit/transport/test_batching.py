@@ -28,7 +28,7 @@ def item(rng: np.random.Generator, rows: int) -> dict[str, Any]:
 
 
 def request(value: dict[str, Any], rows: int) -> Request:
-    sent = encode((value,)).snapshot()
+    sent = encode((value,))
     schema = parse_schema(sent.schema)
     check_data(schema, sent.plain, sent.blob, sent.frames)
     signature = signature_of(schema, rows)
@@ -90,7 +90,7 @@ def test_a_block_is_sent_as_it_is_filled() -> None:
         now = item(rng, 2)
         for key, value in now.items():
             block[key][:] = value
-        sent, expected = block.encoded(), encode((now,)).snapshot()
+        sent, expected = block.encoded(), encode((now,))
         assert (sent.schema, sent.plain, sent.blob) == (
             expected.schema,
             expected.plain,
