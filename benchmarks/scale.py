@@ -394,7 +394,7 @@ class LightClients:
         for obs in self._observations:
             block = ObservationBlock([envid], is_eval=False)
             block.put(0, obs)
-            value = encode((block.rows([0]),)).snapshot()
+            value = encode((block.rows([0]),))
             messages.append(wire.pack(wire.CALL, 1, value, incarnation, "act", 1))
         self.bytes_out = sum(map(len, messages[1]))
         return messages

@@ -24,7 +24,8 @@ from dreamfleet.roles.fences import FenceReader, ids_of, incarnations_of, own_fe
 from dreamfleet.roles.spaces_file import read_spaces
 from dreamfleet.spaces import FLAGS, LOG_PREFIX, RESET, Space, is_image, without_logs
 from dreamfleet.transport import ArgumentError, Caller, Occupied
-from dreamfleet.transport.batching import Request, Signature
+from dreamfleet.transport.batching import Request
+from dreamfleet.transport.codec import Schema
 from dreamfleet.transport.listening import Origin
 
 Count = Annotated[int, Meta(ge=0, le=2**62)]
@@ -190,9 +191,8 @@ def observed(agent: object, args: RunConfig) -> Mapping[str, Space] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Where the values are that have to be looked at, in requests of one signature."""
+    """Where the values are that have to be looked at, in requests of one schema."""
 
-    signature: Signature
     bounds: list[tuple[int, str, float, float, Callable[[NDArray[Any]], Any]]]
     """Leaf, key, lowest, highest, and a quick look that finds good values good, or nearly all."""
     envid: int
@@ -220,11 +220,11 @@ class ObservationCheck:
         self._most_rows, self._owners, self._check_envs = most_rows, owners, check_envs
         self._spaces = _with_ids(without_logs(spaces)) if spaces else {}
         self._logs: set[str] = set()
-        self._plans: dict[int, _Plan] = {}  # by the identity of the signature, which they keep
+        self._plans: dict[Schema, _Plan] = {}
 
     def __call__(self, origin: Origin, request: Request) -> None:
-        # Requests that are alike have the same signature, so only values are left to look at.
-        plan = self._plans.get(id(request.signature)) or self._make_plan(request)
+        # Requests that are alike have the same schema, so only values are left to look at.
+        plan = self._plans.get(request.schema) or self._make_plan(request)
         for index, key, low, high, fits in plan.bounds:
             value = request.leaf(index)
             if not (low <= value.item() <= high if value.size == 1 else fits(value)):
@@ -246,7 +246,7 @@ class ObservationCheck:
         obs: dict[str, Any] = args[0]
         self._check_keys(obs)
         at = {leaf.path[1]: index for index, leaf in enumerate(request.schema.leaves)}
-        plan = _Plan(request.signature, [], at["envid"], at["is_first"], at["is_eval"])
+        plan = _Plan([], at["envid"], at["is_first"], at["is_eval"])
         for key, value in obs.items():
             space = self._spaces.get(key)
             _check_type(key, value, space)
@@ -255,7 +255,7 @@ class ObservationCheck:
                 plan.bounds.append((at[key], key, *bounds, _quick_look(value.dtype, *bounds)))
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
-        self._plans[id(request.signature)] = plan
+        self._plans[request.schema] = plan
         return plan
 
     def _check_keys(self, obs: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,13 +32,12 @@ from dreamfleet.transport.codec import (
     parse_schema,
 )
 from dreamfleet.transport.errors import MessageError, RemoteError, Timeout, TransportError
-from dreamfleet.transport.listening import Origin
+from dreamfleet.transport.listening import FOREVER, Origin
 from dreamfleet.transport.loop import WorkQueue
 from dreamfleet.transport.posting import PostFn, PostQueue
 from dreamfleet.transport.server import BaseServer, error_frames
 
 WorkFn = Callable[..., tuple[Any, Any]]
-_FOREVER = float("inf")
 
 # What all items of a batch share: per leaf its place, dtype and shape.
 Signature = tuple[tuple[tuple[str, ...], Any, tuple[int, ...]], ...]
@@ -55,7 +54,7 @@ class Request:
     schema: Schema
     blob: bytes
     frames: Sequence[Buffer]
-    signature: Signature  # the same object for requests that are alike
+    signature: Signature
     arrived: float
 
     def leaf(self, index: int) -> Any:
@@ -76,7 +75,6 @@ Check = Callable[[Origin, Request], None]
 class _Batcher:
     """One method's waiting requests and its workers. Touched under the loop's lock."""
 
-    method: str
     workfn: WorkFn
     batch: int
     wait: float
@@ -101,7 +99,7 @@ class _Batcher:
     def deadline(self) -> float:
         """When the oldest request has waited long enough. While no worker is free a batch goes
         on filling, because closing it would not make it run any sooner."""
-        return self.waiting[0].arrived + self.wait if self.waiting and self.free else _FOREVER
+        return self.waiting[0].arrived + self.wait if self.waiting and self.free else FOREVER
 
 
 class BatchServer(BaseServer):
@@ -164,7 +162,7 @@ class BatchServer(BaseServer):
                 f"1, got {gather} and {post_rows}."
             )
         batcher = _Batcher(
-            method, workfn, batch, wait, WorkQueue(workers), repeatable, frozenset(roles), check
+            workfn, batch, wait, WorkQueue(workers), repeatable, frozenset(roles), check
         )
         if postfn:
             batcher.posts = PostQueue(
@@ -199,8 +197,13 @@ class BatchServer(BaseServer):
         with self._lock:
             peers = {request.peer for request in batcher.waiting}
             there = {peer for peer in peers if self._listener.connected(peer)}
-            batcher.waiting = deque(r for r in batcher.waiting if r.peer in there)
-            batcher.rows = sum(request.rows for request in batcher.waiting)
+            for _ in range(len(batcher.waiting)):
+                request = batcher.waiting.popleft()
+                if request.peer in there:
+                    batcher.waiting.append(request)
+                else:
+                    batcher.rows -= request.rows
+                    self._forget_call(request.peer)
             self._wake_reader()
 
     def _start(self) -> None:
@@ -265,7 +268,7 @@ class BatchServer(BaseServer):
     # --- under the loop's lock -------------------------------------------------------------------
 
     def _deadline(self) -> float:
-        return min((b.deadline for b in self._methods.values()), default=_FOREVER)
+        return min((b.deadline for b in self._methods.values()), default=FOREVER)
 
     def _dispatch_held_back(self, batcher: _Batcher) -> None:
         """Start batches that waited until `postfn` had caught up."""
@@ -348,7 +351,7 @@ def _take(batcher: _Batcher) -> list[Request]:
     rows, signature = taken[0].rows, taken[0].signature
     while waiting and rows + waiting[0].rows <= batcher.batch:
         request = waiting.popleft()
-        if request.signature is signature or request.signature == signature:
+        if request.signature == signature:
             taken.append(request)
             rows += request.rows
         else:
@@ -361,9 +364,8 @@ def _take(batcher: _Batcher) -> list[Request]:
 # --- stacking requests and splitting results -----------------------------------------------------
 
 
-@lru_cache(maxsize=1024)
 def signature_of(schema: Schema, rows: int) -> Signature:
-    """What an item of a request looks like. The same object for requests that are alike.
+    """What an item of a request looks like.
 
     Raises:
         MessageError: It holds something that has no place in a batch.

@@ -23,13 +23,13 @@ from dreamfleet.transport.errors import (
     Timeout,
     TransportError,
 )
+from dreamfleet.transport.listening import FOREVER
 from dreamfleet.transport.security import Keys, RoleKey
 from dreamfleet.transport.slab import Memory
 from dreamfleet.transport.wire import Waker
 
 log = logging.getLogger(__name__)
 
-_FOREVER = float("inf")
 _MAX_DEATHS, _DEATH_SECONDS = 5, 2.0
 FLUSH_SECONDS = 1.0
 """How long a client that is closed tries to deliver its calls."""
@@ -297,6 +297,7 @@ class Client:
                 return
             self._confirmed = False
             self._connection.greet()
+            self._waker.wake()  # a send may swallow the signal of a message that came meanwhile
         self._progress(lambda: self._confirmed or not self._pending, deadline)
 
     def __enter__(self) -> Self:
@@ -362,7 +363,7 @@ class Client:
 
         try:
             with suppress(Closed):
-                self._progress(done, _FOREVER)
+                self._progress(done, FOREVER)
         finally:
             with self._lock:
                 if self._sender is threading.current_thread():
@@ -413,7 +414,7 @@ class Client:
                     self._sleep(max(0.0, remaining))
                 elif remaining > 0:
                     self._waiters += 1
-                    self._changed.wait(None if remaining == _FOREVER else remaining)
+                    self._changed.wait(None if remaining == FOREVER else remaining)
                     self._waiters -= 1
             return True
 
@@ -531,7 +532,7 @@ class Client:
     def _next_expiry(self) -> float:
         """Seconds until a call has waited too long, while there is no connection."""
         if not self._pending:
-            return _FOREVER
+            return FOREVER
         oldest: float = next(iter(self._pending.values())).request.created
         return max(0.0, max(oldest, self._down_since) + self._patience - time.monotonic())
 
@@ -552,7 +553,7 @@ class Client:
 
     def _deadline(self, timeout: float | None) -> float:
         limit = self._timeout if timeout is None else timeout
-        return _FOREVER if limit is None else time.monotonic() + limit
+        return FOREVER if limit is None else time.monotonic() + limit
 
     def _on_unseen_error(self, method: str, error: TransportError) -> None:
         """An error that no caller can see any more. Called by the garbage collector, anywhere, so

@@ -38,8 +38,8 @@ ALIGN = 8
 MAX_DEPTH = 32
 MAX_NODES = 16_384
 MAX_ELEMENTS = 2**40  # far above any message, far below what overflows numpy's arithmetic
-MAX_SCHEMAS = 512
-MAX_KEPT = 16_384  # bytes of a schema that is kept
+MAX_SCHEMAS = 256
+MAX_KEPT = 8192  # bytes of a schema that is kept: about 400 keys, and at most 0.5 MB of memory
 
 DTYPES: tuple[np.dtype[Any], ...] = tuple(
     np.dtype(kind)
@@ -66,10 +66,6 @@ class Encoded(msgspec.Struct, frozen=True, gc=False):
 
     def encoded(self) -> Encoded:
         return self
-
-    def snapshot(self) -> Encoded:
-        """The same, holding on to no memory of the caller's."""
-        return self.with_frames([bytes(frame) for frame in self.frames])
 
     def with_frames(self, frames: list[Buffer]) -> Encoded:
         """The same with copies of its frames."""

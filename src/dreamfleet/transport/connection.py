@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from zmq import ZMQError
 
 from dreamfleet.transport import local, wire
 from dreamfleet.transport.address import Address, endpoints, parse
 from dreamfleet.transport.codec import Buffer, Encoded, encode
 from dreamfleet.transport.errors import AddressError, Disconnected, MessageError
+from dreamfleet.transport.listening import FOREVER
 from dreamfleet.transport.local import LocalLink
 from dreamfleet.transport.remote import RemoteLink
 from dreamfleet.transport.security import Keys, RoleKey
@@ -52,7 +54,6 @@ class Message:
     frames: list[Any]
 
 
-_FOREVER = float("inf")
 _MAX_PAUSE_SECONDS = 0.5  # seconds, the longest pause between two attempts
 _FIRST_PAUSE_SECONDS = 0.02
 _UNKNOWN = "its address is not published yet"
@@ -88,11 +89,13 @@ class Connection:
         self._keys, self._waker, self._wake_descriptor = keys, waker, waker.fileno()
         self._link: Link | None = None  # None: the last attempt has failed
         self._greeted = False
-        self._retry_at = _FOREVER
+        self._retry_at = FOREVER
         self._pause = _FIRST_PAUSE_SECONDS
         self._away_since = time.monotonic()
         self._turn = 0  # which of the server's endpoints is tried
-        self._open()
+        problem = self._open()
+        if isinstance(problem, AddressError) and self._find is None:
+            raise problem
 
     @property
     def address(self) -> str:
@@ -111,7 +114,7 @@ class Connection:
         if not value.frames:
             return value
         kept = self._link.keep(value.frames) if type(self._link) is LocalLink else None
-        return value.with_frames(kept) if kept else value.snapshot()
+        return value.with_frames(kept or [bytes(frame) for frame in value.frames])
 
     def memory(self, size: int) -> Memory | None:
         """Memory whose content `send` does not copy, if there is some."""
@@ -129,9 +132,9 @@ class Connection:
     def sleep(self, timeout: float) -> None:
         """Wait for something to read, a wake-up or the end of `timeout` seconds. Touches no
         socket, so another thread may send meanwhile."""
-        if self._retry_at != _FOREVER:
+        if self._retry_at != FOREVER:
             timeout = min(timeout, max(0.0, self._retry_at - time.monotonic()))
-        limit = None if timeout == _FOREVER else 1000 * timeout
+        limit = None if timeout == FOREVER else 1000 * timeout
         for descriptor, events in self._poller.poll(limit):
             if descriptor == self._wake_descriptor:
                 self._waker.clear()
@@ -180,7 +183,7 @@ class Connection:
         except MessageError as problem:
             return problem
         self._greeted = True
-        self._retry_at, self._pause = _FOREVER, _FIRST_PAUSE_SECONDS
+        self._retry_at, self._pause = FOREVER, _FIRST_PAUSE_SECONDS
         return welcome
 
     def _welcome(self, header: wire.Header, frames: list[Any]) -> Welcome:
@@ -214,36 +217,31 @@ class Connection:
             self.problem = f"its address cannot be found: {problem!r}"
         return None
 
-    def _open(self) -> None:
-        """Make an attempt where the server is now. What was queued for another one is forgotten:
-        whether it is sent again is decided call by call."""
+    def _open(self) -> Exception | None:
+        """Make an attempt where the server is now; returns why there is none. What was queued for
+        another one is forgotten: whether it is sent again is decided call by call."""
         self._hang_up()
+        self._retry_at = time.monotonic() + self._pause
         self._address = self._locate()
+        if self._address is None:
+            return None
         try:
-            self._link = self._connect(self._address) if self._address else None
-        except Disconnected as problem:
-            self.problem = str(problem)
-        if self._link:
-            self._link.register(self._poller)
-        # While an attempt is under way, the server may move.
-        waits = self._link is not None and self._find is None
-        self._retry_at = _FOREVER if waits else time.monotonic() + self._pause
+            self._link = self._connect(self._address)
+        except (AddressError, Disconnected, OSError, ZMQError) as problem:  # or no files are left
+            self.problem = str(problem).rstrip(".")
+            return problem
+        self._link.register(self._poller)
+        if self._find is None:  # otherwise, the server may move while an attempt is under way
+            self._retry_at = FOREVER
+        return None
 
-    def _connect(self, address: Address) -> Link | None:
-        if address.kind != "tcp":
-            return open_link(address, address.text, self._keys)
+    def _connect(self, address: Address) -> Link:
         choices = endpoints(address)
         if not choices:
             raise Disconnected(_UNKNOWN_NAME)
         if self.problem == _UNKNOWN_NAME:
             self.problem = NO_SERVER
-        try:
-            return open_link(address, choices[self._turn % len(choices)], self._keys)
-        except AddressError as problem:
-            if self._find is None:
-                raise
-            self.problem = str(problem).rstrip(".")
-            return None
+        return open_link(address, choices[self._turn % len(choices)], self._keys)
 
     def _hang_up(self) -> None:
         self.close(linger=0)

@@ -97,9 +97,8 @@ class Guard:
         passed, self._checked = min(now - self._checked, _LONGEST_PAUSE), now
         for each in self._connections.values():
             self._account(each, read.get(each.descriptor), now, passed)
-        ended = list(self._excess())
+        ended = [each for each in self._excess() if shut_down(each.descriptor, self._port)]
         for each in ended:
-            shut_down(each.descriptor, self._port)
             self.closed(each.descriptor)
         much = sum(each.unfinished for each in self._connections.values() if each.checks) > _MUCH
         self.due = now + (_SHORT_PAUSE if ended or much else _PAUSE)
@@ -150,9 +149,9 @@ def _received(each: _Connection) -> int:
     return each.received
 
 
-def shut_down(descriptor: int, port: int, peer: str = "") -> None:
-    """End a connection to this port. libzmq has no call for that; it notices it as if the peer had
-    hung up, and frees what it held.
+def shut_down(descriptor: int, port: int, peer: str = "") -> bool:
+    """End a connection to this port; False if it is not there, or no files are left. libzmq has no
+    call for that; it notices it as if the peer had hung up, and frees what it held.
 
     Args:
         descriptor: Of the connection.
@@ -163,3 +162,5 @@ def shut_down(descriptor: int, port: int, peer: str = "") -> None:
         # The connection may have ended, and its descriptor may be another one's by now.
         if not port or (copy.getsockname()[1] == port and peer in ("", str(copy.getpeername()[0]))):
             copy.shutdown(sockets.SHUT_RDWR)
+            return True
+    return False

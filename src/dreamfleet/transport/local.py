@@ -87,11 +87,11 @@ class LocalSocket:
         self._socket = socket
         self._largest = min(_MAX_PACKET, granted - 4096)
         self._buffer = bytearray(_MAX_PACKET) if buffer is None else buffer
-        self._outbox: deque[tuple[bytes, Slab | None]] = deque()
+        self._outbox: deque[tuple[bytes, Slab | None, bool]] = deque()
+        self._outbox_messages = 0  # whose last packet is in it
         self._poller: Poller | None = None
         self._watched = False  # the poller tells when there is room for more
         self._parts: list[bytes] = []
-        self._parts_size = 0
         self._slab: Slab | None = None  # of what is sent
         self._slab_number, self._slab_ready = 0, False
         self._slab_limit = MAX_SLAB // 2 if SHARING else 0  # bytes; a larger slab was denied
@@ -116,10 +116,7 @@ class LocalSocket:
     # --- sending ---------------------------------------------------------------------------------
 
     def send(self, frames: Sequence[Buffer]) -> bool:
-        """Send a message, now or as soon as there is room; False if the other side has gone or
-        does not read."""
-        if len(self._outbox) >= _MAX_WAITING:
-            return False
+        """Send a message, now or as soon as there is room; False if the connection has ended."""
         slot, places = self._share(frames[1:]) if len(frames) > 1 else (-1, ())
         table, paddings, total = _layout(tuple(map(len, frames)), (-1, *places))
         first = _MESSAGE << _KIND_SHIFT | len(frames)
@@ -154,7 +151,7 @@ class LocalSocket:
         """Send what waits, as far as there is room."""
         with suppress(OSError):  # the end is noticed by reading
             while self._outbox and self._transmit([self._outbox[0][0]], self._outbox[0][1]):
-                self._outbox.popleft()
+                self._outbox_messages -= self._outbox.popleft()[2]
         self._watch()
 
     def _watch(self) -> None:
@@ -197,19 +194,25 @@ class LocalSocket:
         for start in range(0, len(data), room):
             last = start + room >= len(data)
             head = _HEAD.pack(_PART << _KIND_SHIFT | last, 0, 0, 0)
-            sent = self._push([head, data[start : start + room]])
+            sent = self._push([head, data[start : start + room]], last=last)
         return sent
 
-    def _push(self, parts: Sequence[Buffer], slab: Slab | None = None) -> bool:
-        """Send a packet, now or as soon as there is room; False if the other side has gone."""
-        try:
+    def _push(
+        self, parts: Sequence[Buffer], slab: Slab | None = None, *, last: bool = True
+    ) -> bool:
+        """Send a packet, now or as soon as there is room; False if the connection has ended. It
+        ends if a packet cannot be sent, so that both sides know that a message is lost."""
+        with suppress(OSError):
             if not self._outbox and self._transmit(parts, slab):
                 return True
-        except OSError:
-            return False
-        self._outbox.append((b"".join(parts), slab))
-        self._watch()
-        return True
+            if self._outbox_messages < _MAX_WAITING:
+                self._outbox.append((b"".join(parts), slab, last))
+                self._outbox_messages += last
+                self._watch()
+                return True
+        with suppress(OSError):  # the other side has ended it
+            self._socket.shutdown(sockets.SHUT_RDWR)
+        return False
 
     def _transmit(self, parts: Sequence[Buffer], slab: Slab | None) -> bool:
         """Hand a packet to the kernel; False if there is no room for it."""
@@ -224,7 +227,7 @@ class LocalSocket:
         except OSError as problem:
             if slab is None or problem.errno not in (errno.ETOOMANYREFS, errno.EMFILE):
                 raise
-            self._socket.sendmsg(parts, (), sockets.MSG_NOSIGNAL)  # without memory to map
+            return self._transmit(parts, None)  # without memory to map
         return True
 
     # --- receiving -------------------------------------------------------------------------------
@@ -268,12 +271,9 @@ class LocalSocket:
             return frames
         if kind == _PART:
             self._parts.append(packet[_HEAD.size :])
-            self._parts_size += len(packet)
-            if self._parts_size > wire.MAX_CALL + wire.MAX_MESSAGE:
-                raise MessageError("A message is larger than any may be.")
             if not amount:
                 return None
-            whole, self._parts, self._parts_size = b"".join(self._parts), [], 0
+            whole, self._parts = b"".join(self._parts), []
             if _HEAD.unpack_from(whole)[0] >> _KIND_SHIFT != _MESSAGE:
                 raise MessageError("Only messages come in parts.")
             return self._take(whole, [])
@@ -362,15 +362,13 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> Iterator[int]:
 class LocalOrigin(Origin):
     """A connection of a process of this machine."""
 
-    __slots__ = ("_address", "socket")
+    __slots__ = ("address", "socket")
+
+    address: str
 
     def __init__(self, peer: bytes, socket: LocalSocket, address: str) -> None:
         super().__init__(peer, _TRUSTED)
-        self.socket, self._address = socket, address
-
-    @property
-    def address(self) -> str:
-        return self._address
+        self.socket, self.address = socket, address
 
 
 class LocalListener(Listener):

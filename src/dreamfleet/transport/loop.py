@@ -342,7 +342,7 @@ class Loop(ABC):
 
     def _refuse(self, peer: bytes, problem: Exception) -> None:
         self._counts["malformed"] += 1
-        self._send(peer, wire.pack_error(0, type(problem).__name__, str(problem)))
+        self._send(peer, wire.pack_error(0, problem))
         self._blame(peer)
 
     def _handle(self, origin: Origin, frames: list[Any]) -> None:
@@ -381,7 +381,7 @@ class Loop(ABC):
     def _reject(self, peer: bytes, number: int, problem: Exception, *, blame: bool = True) -> None:
         """Answer a call with an error, and count that it should not have been made."""
         self._counts["errors"] += 1
-        self._reply(peer, wire.pack_error(number, type(problem).__name__, str(problem)))
+        self._reply(peer, wire.pack_error(number, problem))
         if blame and not isinstance(problem, Occupied):
             self._blame(peer)
 

@@ -260,7 +260,8 @@ class RemoteListener(Listener):
         origin = RemoteOrigin(frame, identity)
         if identity.name:
             known = self._named.get(origin.descriptor)
-            if known is None or known.peer != origin.peer:
+            # Messages of a peer that has gone come late, when its descriptor is another one's.
+            if known is None or (known.peer != origin.peer and self.connected(origin.peer)):
                 self._named[origin.descriptor] = origin
         return origin
 
@@ -285,8 +286,9 @@ class RemoteListener(Listener):
     def hang_up(self, origin: Origin) -> None:
         descriptor = origin.descriptor if isinstance(origin, RemoteOrigin) else -1
         # What it had sent until then still comes.
-        if descriptor not in self._ending and self.connected(origin.peer):
-            shut_down(descriptor, self.address.port, origin.address)
+        if descriptor in self._ending or not self.connected(origin.peer):
+            return
+        if shut_down(descriptor, self.address.port, origin.address):
             self._ending.add(descriptor)
             self.ended += 1
 
@@ -319,19 +321,14 @@ class RemoteListener(Listener):
 
 # --- clients -------------------------------------------------------------------------------------
 
-_HANDSHAKE_FAILURES: dict[int, str] = {
+_CHANGES: dict[int, str] = {  # with the problem of an attempt that has failed
+    zmq.Event.HANDSHAKE_SUCCEEDED: "",
+    zmq.Event.DISCONNECTED: "",
+    zmq.Event.CONNECT_RETRIED: wire.NO_SERVER,  # follows CLOSED, and comes without it at EMFILE
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "the handshake failed: use the same key on both sides",
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "the handshake failed: use a key on both sides",
     zmq.Event.HANDSHAKE_FAILED_AUTH: "the server refused the key",
 }
-_MONITORED = (
-    zmq.Event.HANDSHAKE_SUCCEEDED
-    | zmq.Event.DISCONNECTED
-    | zmq.Event.CLOSED
-    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-    | zmq.Event.HANDSHAKE_FAILED_AUTH
-)
 
 
 class RemoteLink:
@@ -364,7 +361,7 @@ class RemoteLink:
             self._socket.connect_timeout = _CONNECT_TIMEOUT
             if keys:
                 keys.protect_client(self._socket)
-        self._monitor = monitor(self._socket, _MONITORED)
+        self._monitor = monitor(self._socket, sum(_CHANGES))
         self._monitor_ready = True  # its descriptor only tells of changes after this
         self._changes: deque[wire.Change] = deque()
         self._attempt_at = time.monotonic()
@@ -400,10 +397,10 @@ class RemoteLink:
     def _read_monitor(self) -> None:
         self._monitor_ready = False
         while told := next_event(self._monitor):
-            event, problem = told[0], _HANDSHAKE_FAILURES.get(told[0], "")
-            if event == zmq.Event.CLOSED:
-                silent = time.monotonic() - self._attempt_at >= 0.9e-3 * _CONNECT_TIMEOUT
-                problem = _SILENT if silent else wire.NO_SERVER
+            event, problem = told[0], _CHANGES[told[0]]
+            silent = time.monotonic() - self._attempt_at >= 0.9e-3 * _CONNECT_TIMEOUT
+            if event == zmq.Event.CONNECT_RETRIED and silent:
+                problem = _SILENT
             self._changes.append(wire.Change(event == zmq.Event.HANDSHAKE_SUCCEEDED, problem))
 
     def send(self, frames: list[Buffer]) -> bool:

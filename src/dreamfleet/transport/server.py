@@ -27,7 +27,6 @@ from dreamfleet.transport.security import RUN, Keys
 from dreamfleet.transport.slab import Allocate, Memory
 
 _T = TypeVar("_T")
-_MAX_TEXT = 100_000  # characters of an error; the last ones say most
 
 
 class BaseServer(Loop):
@@ -162,12 +161,7 @@ def error_frames(number: int, error: BaseException) -> list[Any]:
     """The answer that tells a caller what its method raised."""
     text = "".join(traceback.format_exception_only(error)).strip()
     trace = "".join(traceback.format_exception(error))
-    return wire.pack_error(number, type(error).__name__, _sendable(text), _sendable(trace))
-
-
-def _sendable(text: str) -> str:
-    """Text as UTF-8 can carry it: file names may hold bytes that are not UTF-8."""
-    return text[-_MAX_TEXT:].encode("utf-8", "backslashreplace").decode()
+    return wire.pack_error(number, error, text, trace)
 
 
 @dataclass(frozen=True)

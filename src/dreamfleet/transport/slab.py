@@ -209,7 +209,7 @@ def _release(owners: bytearray | mmap.mmap, slot: int, _view: object) -> None:
 
 
 _reserved = 0  # bytes, in all slabs of this process
-_reserving = threading.Lock()
+_reserving = threading.RLock()  # also taken by the garbage collector, in any thread
 
 
 def _count_reserved(more: int) -> bool:

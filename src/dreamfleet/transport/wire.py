@@ -35,6 +35,7 @@ MAX_MESSAGE = 1 << 28  # bytes in one frame; libzmq hangs up on a peer that anno
 MAX_INFLIGHT = 256  # requests of one client that a server holds
 MAX_HELD = 4096  # requests of all clients, also of those that have disconnected
 MAX_CALL = 1 << 29  # bytes in all frames of a call
+_MAX_TEXT = 100_000  # characters of an error; the last ones say most
 MAX_UNFINISHED = 1 << 30  # bytes of calls that have not come whole, of all connections of a server
 MESSAGE_SECONDS = 60.0  # that a call may take from its first byte to its last
 PART_COST, CURVE_PART_COST = 9, 42  # bytes of a part on the wire beside its own, at most
@@ -94,9 +95,17 @@ def pack(
     return [header, *value.frames]
 
 
-def pack_error(number: int, kind: str, text: str, traceback: str = "") -> list[Buffer]:
+def pack_error(
+    number: int, error: BaseException, text: str = "", traceback: str = ""
+) -> list[Buffer]:
     """The frames of a reply that says what a call raised."""
-    return pack(ERROR, number, encode((kind, text, traceback)))
+    texts = type(error).__name__, text or str(error), traceback
+    return pack(ERROR, number, encode(tuple(map(_sendable, texts))))
+
+
+def _sendable(text: str) -> str:
+    """Text as UTF-8 can carry it: file names may hold bytes that are not UTF-8."""
+    return text[-_MAX_TEXT:].encode("utf-8", "backslashreplace").decode()
 
 
 def unpack(frame: Buffer) -> Header:

@@ -209,7 +209,7 @@ def test_without_spaces_the_first_observation_says_what_they_are(run: RunConfig)
 
 def request_of(obs: dict[str, Any]) -> Request:
     """A block of two observations, as it comes out of a message."""
-    value = encode((obs,)).snapshot()
+    value = encode((obs,))
     schema = parse_schema(value.schema)
     signature = signature_of(schema, 2)
     return Request(b"peer", 1, 2, schema, value.blob, value.frames, signature, 0.0)
@@ -234,6 +234,7 @@ def test_what_was_fine_before_is_looked_at_again(run: RunConfig) -> None:
             if type(wrong) is dict and np.shape(wrong.get("envid")) == (2,):
                 with pytest.raises((ArgumentError, MessageError)):
                     check(origin, request_of(wrong))
+    assert len(check._plans) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])

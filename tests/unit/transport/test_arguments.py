@@ -10,7 +10,7 @@ import pytest
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from dreamfleet.transport import ArgumentError, Client, RemoteError, Server
+from dreamfleet.transport import ArgumentError, Client, Occupied, RemoteError, Server
 from dreamfleet.transport.arguments import Parameters
 
 Count = Annotated[int, Meta(ge=0, le=100)]
@@ -94,6 +94,19 @@ def test_a_refused_call_does_not_reach_the_method() -> None:
         assert not refused.value.traceback
         client.note(1).result(60)
     assert calls == [1]
+
+
+@pytest.mark.parametrize("kind", [ArgumentError, Occupied])
+def test_a_refusal_with_a_name_that_is_not_utf8_is_answered(kind: type[Exception]) -> None:
+    def refuse() -> None:
+        raise kind("no file \udcff")
+
+    server = Server("ipc://{auto}")
+    server.bind("refuse", refuse)
+    with server, Client(server.address) as client:
+        with pytest.raises(RemoteError, match=r"no file \\udcff"):
+            client.refuse().result(10)
+        assert server.stats()["inflight"] == 0
 
 
 def test_a_check_that_fails_itself_is_answered(

@@ -1,6 +1,7 @@
 """Requests that look alike are stacked and answered column by column: with the same result as one
 by one."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dreamfleet.transport import Block
+from dreamfleet.transport import BatchServer, Block, Client
 from dreamfleet.transport.batching import Request, run_batch, signature_of, split
 from dreamfleet.transport.codec import SMALL, check_data, decode, encode, parse_schema
 from dreamfleet.transport.errors import MessageError
@@ -27,7 +28,7 @@ def item(rng: np.random.Generator, rows: int) -> dict[str, Any]:
 
 
 def request(value: dict[str, Any], rows: int) -> Request:
-    sent = encode((value,)).snapshot()
+    sent = encode((value,))
     schema = parse_schema(sent.schema)
     check_data(schema, sent.plain, sent.blob, sent.frames)
     signature = signature_of(schema, rows)
@@ -89,7 +90,7 @@ def test_a_block_is_sent_as_it_is_filled() -> None:
         now = item(rng, 2)
         for key, value in now.items():
             block[key][:] = value
-        sent, expected = block.encoded(), encode((now,)).snapshot()
+        sent, expected = block.encoded(), encode((now,))
         assert (sent.schema, sent.plain, sent.blob) == (
             expected.schema,
             expected.plain,
@@ -100,6 +101,30 @@ def test_a_block_is_sent_as_it_is_filled() -> None:
     for value in block.values():
         value[...] = 0
     assert before.blob == expected.blob, "what is sent is a copy"
+
+
+def test_requests_of_clients_that_have_gone_are_not_in_flight() -> None:
+    server = BatchServer("ipc://{auto}")
+    server.bind("act", lambda x: (x, None), batch=1)
+    server.hold("act")
+    with server, Client(server.address, timeout=60) as other:
+        with Client(server.address) as client:
+            client.call_block("act", np.zeros((2, 3)))  # the end waits until it was read
+        left = other.call_block("act", np.ones((1, 3)))
+        other._flush(float("inf"))
+        assert server.stats()["inflight"] == 2
+        server.forget_gone("act")
+        assert (server.stats()["inflight"], server.stats()["act/waiting"]) == (1, 1)
+        server.hold("act", held=False)
+        assert left.result().tolist() == [[1, 1, 1]]
+
+
+def test_a_huge_schema_is_not_kept() -> None:
+    sent = encode((dict.fromkeys(map(str, range(10_000)), np.zeros((1, 0))),))
+    schema = parse_schema(sent.schema)
+    references = sys.getrefcount(schema)
+    signature_of(schema, 1)
+    assert sys.getrefcount(schema) == references
 
 
 @pytest.mark.parametrize("size", [1, 7, SMALL, SMALL + 1], ids=str)

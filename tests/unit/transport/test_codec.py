@@ -162,13 +162,6 @@ def test_a_writable_frame_still_makes_a_read_only_array() -> None:
     assert not decode(encoded.schema, encoded.plain, encoded.blob, frames).flags.writeable
 
 
-def test_a_snapshot_does_not_change_with_the_array() -> None:
-    array = np.zeros(10_000)
-    kept = encode(array).snapshot()
-    array[:] = 1
-    assert not decode(kept.schema, kept.plain, kept.blob, kept.frames).any()
-
-
 # --- what cannot be sent -------------------------------------------------------------------------
 
 

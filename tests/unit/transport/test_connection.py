@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import zmq
 
-from dreamfleet.transport import Client, Server
+from dreamfleet.transport import AddressError, Client, Server
 from dreamfleet.transport import connection as module
-from dreamfleet.transport.address import resolve
+from dreamfleet.transport.address import parse, resolve
 from dreamfleet.transport.codec import encode
 from dreamfleet.transport.connection import Connection, Event, Lost, Welcome
+from dreamfleet.transport.remote import RemoteLink, next_event
 from dreamfleet.transport.wire import CALL, Waker, pack
 
 LONG = 60.0
@@ -56,6 +60,13 @@ def wait_for_loss(connection: Connection) -> None:
         time.sleep(0.001)
 
 
+def events(connection: Connection) -> Iterator[Event]:
+    while True:
+        while event := connection.next():
+            yield event
+        connection.sleep(LONG)
+
+
 def test_a_server_that_ends_right_after_the_handshake_is_found_again(port: int) -> None:
     with socket.create_server(("127.0.0.1", port)) as listener:
         client = Client(f"localhost:{port}", timeout=LONG)
@@ -70,13 +81,6 @@ def test_a_server_that_ends_right_after_the_handshake_is_found_again(port: int) 
 
 def test_a_connection_that_has_ended_takes_no_message(port: int) -> None:
     waker = Waker()
-
-    def events(connection: Connection) -> Iterator[Event]:
-        while True:
-            while event := connection.next():
-                yield event
-            connection.sleep(LONG)
-
     with server_at(port):
         connection = Connection(f"localhost:{port}", None, waker)
         assert isinstance(next(events(connection)), Welcome)
@@ -88,6 +92,46 @@ def test_a_connection_that_has_ended_takes_no_message(port: int) -> None:
         assert isinstance(next(events(connection)), Welcome)
     connection.close()
     waker.close()
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [OSError(errno.EMFILE, "x"), zmq.ZMQError(errno.EMFILE), AddressError("x")],
+    ids=lambda trouble: type(trouble).__name__,
+)
+@pytest.mark.parametrize("find", [False, True], ids=["fixed", "find"])
+def test_an_attempt_that_cannot_be_made_is_made_again(
+    trouble: Exception, find: bool, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, waker = f"127.0.0.1:{port}", Waker()
+    with server_at(port):
+        connection = Connection((lambda: address) if find else address, None, waker)
+        assert isinstance(next(events(connection)), Welcome)
+    attempts = iter([trouble])
+
+    def open_link(*args: Any) -> Any:
+        for problem in attempts:
+            raise problem
+        return real(*args)
+
+    real = module.open_link
+    monkeypatch.setattr(module, "open_link", open_link)
+    assert isinstance(next(events(connection)), Lost)
+    with server_at(port):
+        assert isinstance(next(events(connection)), Welcome)
+    connection.close()
+    waker.close()
+
+
+def test_an_attempt_without_a_socket_is_over_when_libzmq_plans_the_next_one(port: int) -> None:
+    """CLOSED is not told when the system refuses the socket. Here it would be: nothing listens."""
+    address = parse(f"127.0.0.1:{port}")
+    link = RemoteLink(address, address.text, None)
+    assert link._monitor.poll(1000 * LONG)
+    event = next_event(link._monitor)
+    assert event
+    assert event[0] == zmq.Event.CONNECT_RETRIED
+    link.close()
 
 
 def test_unknown_address_is_asked_for_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:

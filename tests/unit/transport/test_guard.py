@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import struct
 import time
@@ -10,6 +11,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -121,6 +123,19 @@ def test_a_message_that_begins_right_after_another_is_seen_as_well() -> None:
             assert checks < 100
         assert checks > 50
         assert is_ended(peer)
+
+
+def test_a_connection_that_could_not_be_ended_is_ended_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with peers(unauthenticated=1) as all_of:
+        first, second = all_of.connect(), all_of.connect()
+        with monkeypatch.context() as patch:
+            patch.setattr("os.dup", Mock(side_effect=OSError(errno.EMFILE, "")))
+            assert all_of.check() == 0
+        assert all_of.check() == 1
+        assert is_ended(first)
+        assert not is_ended(second)
 
 
 def test_a_message_that_is_finished_in_time_is_nothing_to_end() -> None:

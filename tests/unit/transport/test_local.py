@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import mmap
 import os
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -27,6 +29,7 @@ from dreamfleet.transport import (
     renew,
     shared_arrays,
     slab,
+    wire,
 )
 from dreamfleet.transport.address import parse, resolve
 from dreamfleet.transport.codec import Buffer
@@ -239,6 +242,18 @@ def test_floats_are_copied_and_images_are_views() -> None:
             np.testing.assert_array_equal(seen[key], array)
 
 
+def test_a_reply_may_be_larger_than_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parameters of a large agent are one reply."""
+    monkeypatch.setattr(local, "SHARING", False)
+    monkeypatch.setattr(wire, "MAX_CALL", 1 << 20)
+    monkeypatch.setattr(wire, "MAX_MESSAGE", 1 << 20)
+    server = Server("ipc://{auto}")
+    server.bind("give", lambda: [np.ones(1 << 20, np.uint8)] * 3)
+    with server, Client(server.address, timeout=60) as client:
+        for _ in range(2):
+            assert sum(map(np.sum, client.give().result())) == 3 << 20
+
+
 def test_a_socket_that_is_full_holds_no_thread_up() -> None:
     seen: list[int] = []
     server = Server("ipc://{auto}")
@@ -251,6 +266,44 @@ def test_a_socket_that_is_full_holds_no_thread_up() -> None:
         for call in calls:
             call.result()
     assert seen == list(range(65))
+
+
+def test_messages_of_many_packets_wait_like_small_ones(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_MAX_WAITING", 4)
+    one, other = ends
+    one._slab_limit = 0  # bytes travel in packets
+    messages = [[b"h", bytes([number]) * (2 << 20)] for number in range(4)]
+    assert all(one.send(message) for message in messages)
+    assert len(one._outbox) > 4
+    for message in messages:
+        while (got := other.receive()) is None:
+            one.flush()
+        assert list(map(bytes, got)) == message
+
+
+@pytest.mark.parametrize("trouble", ["the outbox is full", "the kernel has no memory"])
+def test_a_connection_that_loses_a_message_ends_on_both_sides(
+    trouble: str, ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = ends
+    assert one.send([b"first"])
+    sent = 1
+    if trouble == "the outbox is full":
+        while one.send([b"h", bytes(20_000)]):
+            sent += 1
+            assert sent < 1000
+    else:
+        monkeypatch.setattr(one, "_transmit", Mock(side_effect=OSError(errno.ENOBUFS, "")))
+        assert not one.send([b"second"])
+    assert receive(other) == [b"first"], "what was sent before is read"
+    while other.receive():
+        sent -= 1
+    assert sent >= 1
+    assert one.receive() is None
+    assert one.ended
+    assert other.ended
 
 
 def test_a_server_that_takes_no_more_connections_serves_those_that_it_has() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from dreamfleet.transport import (
     wire,
 )
 from dreamfleet.transport.connection import Connection, Event, Lost, Message, Welcome
+from dreamfleet.transport.remote import RemoteOrigin
 from dreamfleet.transport.wire import Waker
 
 KEYS = Keys.generate()
@@ -218,6 +220,22 @@ def test_an_invitation_opens_its_role_until_it_is_revoked() -> None:
             pytest.raises(Disconnected, match="the server refused the key"),
         ):
             again.connect(1.0)
+
+
+def test_a_late_message_does_not_take_the_descriptor_of_another_peer() -> None:
+    guests = [Identity("env", "ann"), Identity("env", "bob")]
+    with serving() as server, server._lock:
+        listener: Any = server._listener
+        ann, bob = (
+            RemoteOrigin(Mock(bytes=who.name.encode(), get=lambda _: 7), who) for who in guests
+        )
+        listener._authenticator.identities = {"7": guests[0]}  # what the frames say
+        listener._named[7] = bob
+        assert listener._origin(ann._frame).identity.name == "ann"
+        assert listener._named == {7: bob}
+        listener.connected = lambda peer: peer == b"ann"
+        listener._origin(ann._frame)
+        assert listener._named[7].peer == b"ann"
 
 
 def test_an_identity_that_makes_no_sense_is_refused() -> None:
