@@ -118,8 +118,16 @@ class EpisodicEnv(ABC):
     """
 
     def __init__(self, obs_space: Mapping[str, Space], act_space: Mapping[str, Space]) -> None:
-        self.obs_space, self.act_space = with_reserved(obs_space, act_space)
+        self._obs_space, self._act_space = with_reserved(obs_space, act_space)
         self._over = True
+
+    @property
+    def obs_space(self) -> Spaces:
+        return self._obs_space
+
+    @property
+    def act_space(self) -> Spaces:
+        return self._act_space
 
     @abstractmethod
     def _begin(self) -> Arrays:

@@ -29,12 +29,20 @@ class Wrapper:
 
     def __init__(self, env: Env) -> None:
         self.env = env
-        self.obs_space, self.act_space = env.obs_space, env.act_space
+        self._obs_space, self._act_space = env.obs_space, env.act_space
         notes = getattr(env, "notes", None)
         self.notes = [str(note) for note in notes] if isinstance(notes, list) else []
         """What was recognised or assumed about the environment, a sentence each."""
         self.unlogged: list[str] = getattr(env, "unlogged", [])
         """Names in `info` that start with log/ and are not among the observations."""
+
+    @property
+    def obs_space(self) -> Spaces:
+        return self._obs_space
+
+    @property
+    def act_space(self) -> Spaces:
+        return self._act_space
 
     def step(self, action: Mapping[str, Any]) -> Arrays:
         return self.env.step(action)
@@ -140,7 +148,7 @@ class AgentEnv(Wrapper):
             self.notes += notes
         if ActionMask.of(env.obs_space, env.act_space):
             self.notes.append(f"Actions are masked by the observation {ACTION_MASK!r}.")
-        self.obs_space = {}
+        self._obs_space = {}
         # Of each observation: dtype, shape, whether it may hold NaN, and a conversion.
         self._expected: dict[str, tuple[Any, tuple[int, ...], bool, Read | None]] = {}
         for key, given in env.obs_space.items():
@@ -148,11 +156,11 @@ class AgentEnv(Wrapper):
             if size and space.image:
                 space = Space(np.uint8, (*size, space.shape[2]))
                 read = functools.partial(_resized, key, read, size)
-            self.obs_space[key] = space
+            self._obs_space[key] = space
             self._expected[key] = space.dtype, (*lanes, *space.shape), not space.discrete, read
         self._affine, assumed = affine_actions(env.act_space, action_bounds)
         self.notes += assumed
-        self.act_space = {
+        self._act_space = {
             key: Space(np.float32, space.shape, -1, 1) if key in self._affine else _unified(space)
             for key, space in env.act_space.items()
         }
