@@ -268,15 +268,15 @@ class Client:
             if self._closed:
                 return
             self._closed = True
+            dropped = Counter(future.method for future in self._unsent())
+            problem = self._connection.problem
+            self._fail_all(  # at once: who asks for an answer from here on is not told to wait
+                Closed, f"{self.name} was closed before {self.address or 'a server'} answered."
+            )
             self._waker.wake()
             self._waiters += 1
             while self._receiving:
                 self._changed.wait()
-            dropped = Counter(future.method for future in self._unsent())
-            problem = self._connection.problem
-            self._fail_all(
-                Closed, f"{self.name} was closed before {self.address or 'a server'} answered."
-            )
             self._connection.close()
             self._waker.close()
             self._changed.notify_all()

@@ -12,6 +12,7 @@ from dreamfleet.envs.wrappers import (
     ActionRepeat,
     AgentEnv,
     TimeLimit,
+    Wrapper,
     check_declaration,
 )
 
@@ -355,3 +356,12 @@ def test_an_action_is_not_repeated_where_the_mask_forbids_it() -> None:
 def test_a_mask_is_named_in_the_notes() -> None:
     assert make_env(Doors).notes == ["Actions are masked by the observation 'action_mask'."]
     assert make_env("bundled:dummy").notes == []
+
+
+def test_a_wrapper_of_ones_own_may_override_its_spaces() -> None:
+    class Renamed(Wrapper):
+        @property
+        def obs_space(self) -> Any:
+            return {**super().obs_space, "more": Space(np.float32)}
+
+    assert Renamed(Recorder()).obs_space.keys() == {*Recorder().obs_space, "more"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import zmq
 
-from dreamfleet.transport import AddressError, Client, Server
+from dreamfleet.transport import AddressError, Client, Closed, Server
 from dreamfleet.transport import connection as module
 from dreamfleet.transport.address import parse, resolve
 from dreamfleet.transport.codec import encode
@@ -147,3 +148,30 @@ def test_unknown_address_is_asked_for_less_and_less_often(monkeypatch: pytest.Mo
         assert after - before == pytest.approx(min(max(0.02, before / 10), 0.5))
     assert 40 < len(asked) < 70
     waker.close()
+
+
+def test_calls_of_a_closed_client_have_failed_although_a_thread_still_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A caller that only looks whether they are answered is not interrupted."""
+    reading, go_on = threading.Event(), threading.Event()
+
+    def sleep(timeout: float) -> None:
+        reading.set()
+        assert go_on.wait(LONG)
+
+    with Client("ipc://{auto}", timeout=LONG) as client:
+        future = client.ping()
+        monkeypatch.setattr(client._connection, "sleep", sleep)
+        threads = [threading.Thread(target=future.wait), threading.Thread(target=client.close)]
+        threads[0].start()
+        assert reading.wait(LONG)
+        threads[1].start()
+        while not client._closed:
+            time.sleep(0.001)
+        assert future.done()
+        go_on.set()
+        for thread in threads:
+            thread.join(LONG)
+        with pytest.raises(Closed):
+            future.result()
