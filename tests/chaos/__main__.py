@@ -44,7 +44,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--faults", type=int, default=0, help="stop after so many; 0: by time only")
     parser.add_argument("--rest", type=float, default=4.0, help="mean seconds between two faults")
     parser.add_argument("--agent", choices=sorted(AGENTS), default="dreamer")
-    parser.add_argument("--out", type=Path, default=Path("chaos"), help="directory of the report")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/chaos"), help="directory of the report"
+    )
     parser.add_argument(
         "--goals",
         action="store_true",
