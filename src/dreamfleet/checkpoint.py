@@ -301,7 +301,12 @@ def _write_part(folder: Path, name: str, state: FlatState, suffix: str = "") -> 
             )
         arrays[key] = np.ascontiguousarray(array).reshape(array.shape)
     path = folder / f"{name}{suffix}.safetensors"
-    save_file(arrays, path)
+    try:
+        save_file(arrays, path)
+    except SafetensorError as error:  # which is no OSError, also if the disk is full
+        raise CheckpointError(
+            f"{path} cannot be written ({error}): free disk space, or use another logdir."
+        ) from error
     fsync(path)
     return {
         "file": path.name,

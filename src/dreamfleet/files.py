@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,8 +95,8 @@ def folder_aside(folder: Path) -> Iterator[Path]:
     """A new folder under a temporary name, which it loses when the block ends. Of several writers
     the first wins, and nothing is left of a block that fails."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
+    # Not the process id: containers that share a directory may all have the same one.
+    aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}")
     aside.mkdir()
     try:
         yield aside

@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from dreamfleet import checkpoint
 from dreamfleet.checkpoint import (
@@ -357,3 +358,15 @@ def test_hosts_write_one_checkpoint_in_parts(tmp_path: Path) -> None:
     flip(path / "agent-2.safetensors", 30)
     with pytest.raises(CheckpointError, match=r"agent-2\.safetensors"):
         read_checkpoint(path)
+
+
+def test_a_full_disk_is_said_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    ckpt = Checkpoint(tmp_path)
+    before = ckpt.save({"agent": {"a": np.zeros(3)}}, step=1)
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(CheckpointError, match=r"agent\.safetensors cannot be written \(I/O error"):
+        ckpt.save({"agent": {"a": np.zeros(3)}}, step=2)
+    assert ckpt.latest() == before

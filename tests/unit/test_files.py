@@ -216,3 +216,17 @@ def test_a_folder_made_aside_is_complete_or_not_there(tmp_path: Path) -> None:
             assert text == "second" or not target.exists()
     assert [each.name for each in target.parent.iterdir()] == ["folder"]
     assert (target / "file").read_text() == "first"
+
+
+def test_writers_with_the_same_process_id_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """As in containers that share a directory."""
+    target = tmp_path / "folder"
+    with folder_aside(target) as made:
+        (made / "1").touch()
+        (made / "2").touch()
+        with folder_aside(tmp_path / "folder") as other:
+            (other / "1").touch()
+            # The first one is done before the other.
+            assert {each.name for each in made.iterdir()} == {"1", "2"}
+            (other / "2").touch()
+    assert sorted(each.name for each in target.iterdir()) == ["1", "2"]

@@ -143,15 +143,18 @@ class _Rounds:
         self._checkpoints = Checkpoint(args.checkpoints)
         self._health = Health(health_path(args, "evaluator"))
         self._policy: Policy | None = None
-        self._rated: Path | None = None
+        self._played: Path | None = None
+        self._row: dict[str, Any] = {}  # the result of that round
 
     def poll(self, server: EpisodeServer) -> bool:
         """Play the round that is due, if one is; returns False if something failed in it."""
         path = self._checkpoints.pending()
-        if path is None or path == self._rated:
+        if path is None:
             return True
+        again = path == self._played  # its result could not be written: the disk was full
         row = recorded_round(self._args.logdir, step_of(path))
-        if row is None:
+        recorded = row is not None
+        if row is None and not again:
             try:
                 row = self._play(path, server)
             except Closed:
@@ -160,18 +163,17 @@ class _Rounds:
                 self._policy = None
                 log.exception("The round with %s failed", path)
                 row = {"error": repr(error)}
-            try:
-                about = {"kind": "round", "step": step_of(path)}
-                append_row(self._args.logdir / EVALUATIONS, {**about, **row})
-            except OSError as error:
-                log.warning("evaluations.jsonl cannot be written: %s", error)
-        self._rated = path  # also if that fails: the end of the run plays the round again
+        self._played, self._row = path, row or self._row
         try:
-            self._checkpoints.rate(path, row.get("mean"))
+            if not recorded:
+                about = {"kind": "round", "step": step_of(path)}
+                append_row(self._args.logdir / EVALUATIONS, {**about, **self._row})
+            self._checkpoints.rate(path, self._row.get("mean"))
         except (OSError, CheckpointError) as error:
-            log.warning("The score of %s could not be recorded: %s", path, error)
+            if not again:
+                log.warning("The score of %s is not recorded yet: %s", path, error)
         self._health.progress()
-        return not row["error"]
+        return again or not self._row["error"]
 
     def _play(self, path: Path, server: EpisodeServer) -> dict[str, Any]:
         """Play a round and tell the logger; returns what there is to record of it."""

@@ -14,6 +14,7 @@ and the ledger knows with which tick each epoch began.
 from __future__ import annotations
 
 import logging
+import math
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -97,7 +98,8 @@ def _salt(store: Store, slot: int) -> int:
 
 class _File(msgspec.Struct):
     epochs: list[tuple[str, int]]
-    evicted: list[tuple[int, float, int]]
+    evicted: list[tuple[int, float | None, int]]
+    """A score that is not finite is null in the file."""
 
 
 class Ledger:
@@ -118,7 +120,10 @@ class Ledger:
             try:
                 found = msgspec.json.decode(path.read_bytes(), type=_File)
                 self._epochs = found.epochs
-                self.evicted = [Finished(*each) for each in found.evicted]
+                self.evicted = [
+                    Finished(tick, math.nan if score is None else score, length)
+                    for tick, score, length in found.evicted
+                ]
             except msgspec.DecodeError as error:
                 log.warning("%s is damaged: scores may be missing. %s", path, error)
 

@@ -48,6 +48,11 @@ class StoredChain:
     def keys(self) -> list[str]:
         return [column.name for column in self.chunks[0].info.schema.columns]
 
+    def without_first(self) -> StoredChain | None:
+        """What is left of it without its first chunk; None if that is the only one."""
+        steps = self.chunks[0].info.steps
+        return StoredChain(self.chunks[1:], self.ticks[steps:]) if self.chunks[1:] else None
+
     def read(self, key: str, start: int, stop: int) -> NDArray[Any]:
         """Rows of a column. Raises `FileNotFoundError` if their chunk was removed."""
         parts = []
@@ -121,10 +126,13 @@ def stored_episodes(directories: Iterable[Path], newest: int = 100) -> list[Stor
     found: list[StoredEpisode] = []
     for directory in directories:
         for chain in stored_chains(directory)[1]:
-            try:
-                found += _cut(chain)
-            except FileNotFoundError:
-                continue
+            left: StoredChain | None = chain
+            while left is not None:
+                try:
+                    found += _cut(left)
+                    break
+                except FileNotFoundError:  # the run removes the oldest chunks of a chain first
+                    left = left.without_first()
     return sorted(found, key=lambda each: -each.tick)[:newest]
 
 

@@ -229,7 +229,7 @@ class Logger:
                         written += 1
                         if name == "eval":
                             self._interleaved.append((score, int(length)))
-            if len(self._interleaved) >= RECENT_EPISODES:
+            if written and len(self._interleaved) >= RECENT_EPISODES:
                 self._keep_evaluation(steps)
         # Without the lock, and before the next question, with which the replay may forget them.
         for file in self._scores.values() if written else ():
@@ -239,10 +239,10 @@ class Logger:
     def _keep_evaluation(self, step: int) -> None:
         """Add what environments that evaluate all the time have played to `evaluations.jsonl`."""
         returns, lengths = map(list, zip(*self._interleaved, strict=True))
-        self._interleaved.clear()
         result = Evaluation(self._args.task, step, _INTERLEAVED, self._args.seed, returns, lengths)
         try:
             append_evaluation(self._args.logdir, result, kind="interleaved")
+            self._interleaved.clear()
         except OSError as error:
             log.warning("evaluations.jsonl cannot be written: %s", error)
 

@@ -3,6 +3,8 @@ twice."""
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fleet_parts import EVERY_STEP, dummy_with_its_id, rows, small_run
 
@@ -18,6 +21,7 @@ from dreamfleet.agents import RandomAgent
 from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env
+from dreamfleet.fleet import play
 from dreamfleet.fleet.launchers import Worker
 from dreamfleet.fleet.launchers.local import STOPPED
 from dreamfleet.fleet.launchers.serial import SerialLauncher, SerialWorker
@@ -136,3 +140,36 @@ def test_the_end_of_a_run_interrupts_a_round(tmp_path: Path) -> None:
         assert stepped.wait(120)
     assert checkpoints.pending() == path, "the end of the run plays it"
     assert not (tmp_path / "evaluations.jsonl").exists()
+
+
+def test_a_disk_that_is_full_for_a_moment_does_not_end_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round is played once, recorded once, and its score known once there is room."""
+    checkpoint, played = Checkpoint(run(tmp_path).checkpoints), []
+    checkpoint.save({"agent": {"a": np.zeros(1)}}, step=100, pending=True)
+    rounds = play._Rounds(run(tmp_path), None, threading.Event())  # type: ignore[arg-type]
+
+    def once(*_: object) -> dict[str, Any]:
+        played.append(1)
+        return {"mean": 3.0, "error": ""}
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(rounds, "_play", once)
+    server: Any = None
+    with monkeypatch.context() as patch:
+        patch.setattr(play, "append_row", full)
+        assert rounds.poll(server)
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "rate", full)
+        assert rounds.poll(server)
+    assert checkpoint.pending() is not None
+    assert rounds.poll(server)
+    assert rounds.poll(server)
+    assert checkpoint.pending() is None, "or no round begins any more"
+    assert len(played) == len(rows(tmp_path / "evaluations.jsonl")) == 1
+    best = checkpoint.load("best", parts=())
+    assert best is not None
+    assert best.score == 3.0

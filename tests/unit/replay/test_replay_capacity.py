@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +215,16 @@ class _Counted:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.array[key] = value
+
+
+def test_a_full_disk_leaves_no_lock_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Replay(2, 10, tmp_path).close()
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with suppress(OSError):
+            Replay(2, 10, tmp_path).close()
+    Replay(2, 10, tmp_path).close()

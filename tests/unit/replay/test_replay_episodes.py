@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -256,3 +257,15 @@ def test_steps_without_rewards_have_no_scores() -> None:
     with opened(None) as replay:
         replay.add({"is_last": np.bool_(True)})
         assert replay.finished()[1] == []
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_a_score_that_is_not_finite_costs_no_other(tmp_path: Path, odd: float) -> None:
+    with opened(tmp_path, 10) as replay:
+        for n in range(30):
+            play(replay, 0, odd if n == 3 else n)
+        epoch, _ = replay.finished()
+    with opened(tmp_path, 10) as replay:
+        again, found = replay.finished()
+    assert again == epoch
+    assert [each.score for each in found if math.isfinite(each.score)] == [*range(3), *range(4, 30)]

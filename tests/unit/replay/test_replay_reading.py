@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from dreamfleet.replay import Replay, ReplayError
+from dreamfleet.replay import Replay, ReplayError, reading
 from dreamfleet.replay.reading import stored_episodes
 from dreamfleet.replay.storage.files import SUFFIX
 
@@ -83,3 +84,19 @@ def test_a_folder_without_a_replay_holds_nothing(tmp_path: Path) -> None:
     assert stored_episodes([tmp_path, tmp_path / "missing"]) == []
     (tmp_path / "journal").write_bytes(b"not a journal")
     assert stored_episodes([tmp_path]) == []
+
+
+def test_a_chunk_that_leaves_meanwhile_costs_its_episodes_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Replay(2, 1000, tmp_path, chunk=8) as replay:
+        add(replay, 0, 0, 160, 4)
+        listed = reading.stored_chains
+
+        def evicting(path: Path) -> Any:
+            found = listed(path)
+            found[1][0].chunks[0].path.unlink()
+            return found
+
+        monkeypatch.setattr(reading, "stored_chains", evicting)
+        assert len(reading.stored_episodes([tmp_path])) == 38

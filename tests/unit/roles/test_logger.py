@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import threading
 from collections.abc import Mapping
@@ -9,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from fleet_parts import rows, small_run
 
 from dreamfleet.fleet.status import newest_metrics
 from dreamfleet.metrics import JsonlOutput
 from dreamfleet.metrics.evaluations import evaluation_from
+from dreamfleet.roles import logger
 from dreamfleet.roles.health import Health
 from dreamfleet.roles.logger import RECENT_EPISODES, BackgroundOutput, Logger, ScoreReader
 
@@ -314,3 +318,18 @@ def test_an_output_that_fails_does_not_end_the_writing(tmp_path: Path) -> None:
     writer.close()
     assert output.rows == [(2, {"good": 1.0})]
     assert output.closed
+
+
+def test_evaluations_are_written_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    log, _ = keeper(tmp_path, eval_envs=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(logger, "append_evaluation", full)
+        scored(log, *[1.0] * 20, last=20, name="eval")
+    scored(log, 1.0, last=21, name="eval")
+    assert [row["episodes"] for row in rows(tmp_path / "evaluations.jsonl")] == [21]
+    log.close()

@@ -26,6 +26,7 @@ import uuid
 import weakref
 import zlib
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -201,10 +202,11 @@ class DirectoryLock:
                 f"Another replay (process {holder}) has {directory} open: stop it, or use another "
                 "directory."
             ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         # Runs at the latest when the lock is collected, so a forgotten replay blocks no other.
         self.release = weakref.finalize(self, os.close, fd)
+        with suppress(OSError):  # a full disk: who holds it is only for a message
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         _held.add(self)
 
 
