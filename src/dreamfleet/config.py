@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 
 from dreamfleet.agents.registry import BUILT_IN, AgentType, find_agent
 from dreamfleet.errors import ConfigError
+from dreamfleet.files import read_now
 from dreamfleet.replay.config import ReplayConfig
 from dreamfleet.settings import (
     AboveZero,
@@ -625,7 +626,7 @@ def read_config(logdir: Path) -> RunConfig:
 def read_config_file(path: Path) -> RunConfig:
     """The configuration in a file; see `read_config`."""
     try:
-        return RunConfig.from_json(path.read_bytes())
+        return RunConfig.from_json(read_now(path))
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(
             f"{path.parent} holds no run: there is no {path}. Name the directory of a run."

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from dreamfleet.agents.api import Agent
@@ -72,10 +73,10 @@ def evaluate(
     agent: Agent | AgentType[Any] | str | None = None,
     greedy: bool = False,
     seed: int = 0,
-    video: Path | None = None,
+    video: Path | str | None = None,
     fps: float = 20.0,
     trust: Trust = False,
-    logdir: Path | None = None,
+    logdir: Path | str | None = None,
     kind: str = "asked",
     start: float | None = None,
     say: Say = log.info,
@@ -111,18 +112,20 @@ def evaluate(
         EvaluationError: Every episode failed.
         EvaluationInterrupted: Ctrl-C, as a KeyboardInterrupt with what was played until then.
     """
-    if isinstance(env_or_episodes, int):
+    if isinstance(env_or_episodes, (int, float, np.number)):
         episodes = env_or_episodes
     elif env_or_episodes is not None:
         env = env_or_episodes
+    logdir, video = Path(logdir) if logdir else None, Path(video) if video else None
     if not isinstance(policy, Policy):
         logdir = logdir or Path(policy)
         policy = Policy.load(policy, agent=agent, greedy=greedy, trust=trust)
     elif agent is not None or greedy:
         raise ConfigError("The policy is already loaded: pass agent and greedy to Policy.load.")
-    convert("episodes", episodes, Count)
-    convert("envs", envs, CountOrZero)
-    convert("max_steps", max_steps, CountOrZero)
+    episodes = convert("episodes", episodes, Count)
+    envs = convert("envs", envs, CountOrZero)
+    max_steps = convert("max_steps", max_steps, CountOrZero)
+    seed = convert("seed", seed, CountOrZero)
     if video:
         if video.suffix != ".mp4":
             raise ConfigError(f"video={video} is not valid: its name must end in .mp4.")

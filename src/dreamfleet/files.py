@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import msgspec
 import numpy as np
@@ -59,10 +59,21 @@ def atomic_write(path: Path, content: str | bytes, *, mode: int = 0o644) -> None
     fsync(path.parent)
 
 
+def open_now(path: Path) -> BinaryIO:
+    """Open a file for reading. A pipe under its name is empty, instead of never being opened."""
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
+def read_now(path: Path) -> bytes:
+    """What a file holds; see `open_now`."""
+    with open_now(path) as file:
+        return file.read() or b""
+
+
 def read_json(path: Path, kind: type[T]) -> T | None:
     """What a file of JSON holds; None if there is none, or if it is damaged."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(read_now(path), type=kind)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -116,7 +116,7 @@ def _stage(path: Path, repository: str, folder: Path, which: Which, video: Path 
     snapshot, run = find_checkpoint(path, which=which), run_of(path)
     blueprint = Blueprint.load(snapshot.parts[BLUEPRINT])
     # Where the run was kept says something about its owner, and nothing about the policy.
-    config = replace(blueprint.config, logdir=Path(repository.partition("/")[2]))
+    config = replace(blueprint.config, logdir=Path(repository.partition("/")[2]), keys="")
     kept = replace(blueprint, config=config).save()
     parts = {"agent": snapshot.parts["agent"], BLUEPRINT: kept}
     Checkpoint(folder / "ckpt" / "agent").save(parts, step=snapshot.step, score=snapshot.score)

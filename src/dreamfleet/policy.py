@@ -416,12 +416,13 @@ def find_checkpoint(
 
 
 def run_of(path: Path) -> Path:
-    """The run's directory that a path to one of its checkpoints, as above, lies in."""
-    if (path / "manifest.json").is_file():
-        return path.absolute().parents[2]
+    """The run's directory that a path to one of its checkpoints, as above, lies in; the path itself
+    if that is no part of a run, such as a checkpoint that was copied."""
     if (path / "ckpt" / "agent").is_dir():
         return path
-    return path.absolute().parents[1]
+    absolute = path.absolute()
+    folder = absolute.parent if (path / "manifest.json").is_file() else absolute
+    return folder.parents[1] if folder.parts[-2:] == ("ckpt", "agent") else path
 
 
 def maker_of_task(config: RunConfig, env: Task | None, *, trust: Trust) -> Task:

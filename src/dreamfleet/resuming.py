@@ -57,6 +57,9 @@ def resolve(
     Raises:
         ConfigError: A setting does not fit, or a file names code that the user has not named.
     """
+    if "env_options" in given:
+        mine = convert("env_options", given["env_options"], dict[str, Any])
+        given = {**given, "env_options": mine}
     changes = {**(file or {}), **given}
     if file and "env_options" in file:
         theirs = convert("env_options", file["env_options"], dict[str, Any])

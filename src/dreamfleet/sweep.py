@@ -31,6 +31,7 @@ from rich.table import Table
 from dreamfleet.config import read_config
 from dreamfleet.errors import ConfigError, DreamfleetError, MetricsError, import_extra
 from dreamfleet.files import atomic_write, read_json
+from dreamfleet.fleet.preflight import check_place
 from dreamfleet.fleet.tied import tied
 from dreamfleet.plotting import SWEEP_FILE, final_score, read_evaluations, read_scores
 from dreamfleet.statistics import mean_interval
@@ -136,6 +137,7 @@ class Sweep:
             MissingExtraError: A search needs Optuna.
             SweepError: Runs have failed; all others are complete.
         """
+        check_place(self.folder)
         if any(isinstance(each, Range) for each in self.values.values()):
             study = self._study()
             work: list[Callable[[], object]] = [partial(self._search, study)] * self.parallel

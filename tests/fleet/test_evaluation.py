@@ -323,6 +323,11 @@ def test_a_policy_in_memory_plays_in_an_environment_of_ones_own(folder: Path) ->
 
     result = evaluate(policy, 4, envs=4, env=factory)
     assert result.lengths == [2, 2, 2, 2]
+    result = evaluate(policy, np.int64(2), envs=1.0, env=factory, video=str(folder / "play.mp4"))  # type: ignore[arg-type]
+    assert result.lengths == [2, 2]
+    assert "renders no frames" in result.video_error
+    with pytest.raises(ConfigError, match="seed"):
+        evaluate(policy, 1, env=factory, seed=-1)
 
 
 class Counted:

@@ -123,3 +123,18 @@ def test_a_terminal_without_unicode_shows_question_marks() -> None:
     done = subprocess.run([sys.executable, "-c", code], env=plain, **HEARD)
     first, _, second = done.stdout.splitlines()
     assert (first, second, done.stderr) == ("1 ? 2", "3 ? 4", "error: 5 ? 6\n")
+
+
+@pytest.mark.parametrize("case", ["options", "preset", "sweep"])
+def test_a_wrong_value_is_told_in_a_sentence(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("preset: 5\n")
+    words = {
+        "options": ["train", "--env-options", "{bad", "--print-config"],
+        "preset": ["train", "--config", str(file), "--print-config"],
+        "sweep": ["sweep", "--agent", "random", "--logdir", str(file)],
+    }[case]
+    assert main(words) == 2
+    assert "error:" in capsys.readouterr().err

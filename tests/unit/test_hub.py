@@ -22,7 +22,9 @@ from dreamfleet.checkpoint import Checkpoint
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import make_env
+from dreamfleet.hub import _stage
 from dreamfleet.policy import BLUEPRINT, Blueprint
+from dreamfleet.spaces import Space
 
 
 @pytest.fixture
@@ -178,3 +180,16 @@ def test_the_client_takes_our_arguments() -> None:
         (client.snapshot_download, {"local_dir", "allow_patterns"}),
     ):
         assert given <= set(inspect.signature(function).parameters)
+
+
+def test_an_upload_does_not_say_where_the_run_was_kept(tmp_path: Path) -> None:
+    run, out = tmp_path / "secret" / "run", tmp_path / "out"
+    out.mkdir()
+    config = RunConfig(agent="random", logdir=run, keys=str(run / "keys"))
+    space = {"x": Space(np.float32, (2,))}
+    parts = {"agent": {"a": np.zeros(1)}, BLUEPRINT: Blueprint(config, space, space, {}).save()}
+    Checkpoint(run / "ckpt" / "agent").save(parts, step=1)
+    _stage(run, "ann/robot", out, "latest", None)
+    texts = [each.read_text() for each in out.rglob("*.json")]
+    assert texts
+    assert not any("secret" in each for each in texts)

@@ -24,7 +24,7 @@ from dreamfleet.checkpoint import Checkpoint, CheckpointError
 from dreamfleet.cli import main
 from dreamfleet.config import RunConfig
 from dreamfleet.envs import SpaceError, make_env, noop
-from dreamfleet.policy import BLUEPRINT, Blueprint
+from dreamfleet.policy import BLUEPRINT, Blueprint, run_of
 from dreamfleet.presets import PRESETS
 from dreamfleet.training import final_evaluation
 
@@ -457,3 +457,15 @@ def test_networks_of_your_own_are_imported_only_when_you_name_them(
         final_evaluation(own, 0.0)
     with pytest.raises(ConfigError, match=f"names {name}, which"):
         final_evaluation(replace(own, agent_config=agent.config), 0.0)
+
+
+def test_a_copied_checkpoint_belongs_to_no_run_above_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    folder = run / "ckpt" / "agent"
+    inside = Checkpoint(folder).save({"agent": {"x": np.zeros(1)}}, step=1)
+    assert [run_of(each) for each in (run, folder, inside)] == [run, run, run]
+    copied = tmp_path / "home" / "exports" / "policy"
+    Checkpoint(copied.parent).save({"agent": {"x": np.zeros(1)}}, step=1).rename(copied)
+    assert run_of(copied) == copied
+    assert run_of(copied.parent) == copied.parent
+    assert run_of(Path("/ckpts")) == Path("/ckpts")

@@ -131,9 +131,10 @@ def read_line(arguments: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
         values[path] = read([text], kinds.get(path, Any))
     source = Path(own["config"]) if "config" in own else None
     file = read_settings(source) if source else {}
+    preset = own.get("preset", file.pop("preset", None))
     config = resolve(
         values,
-        own.get("preset", file.pop("preset", None)),
+        preset and convert("preset", preset, str),
         file=file,
         source=source,
         trust=own.get("trust", False),

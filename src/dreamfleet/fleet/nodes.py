@@ -64,9 +64,12 @@ _AWAY_SECONDS = 4.0
 _RATE_SECONDS = 20.0
 _KEPT_MACHINES = 16  # of those that have left
 _GOODBYE_SECONDS = 3.0
+_TEXTS = ("error", "traceback", "waiting")  # of a health record, which a terminal shows
 _LOGGED = 2  # messages to the logger at a time
 Name = Annotated[str, Meta(min_length=1, max_length=100)]
 Line = Annotated[str, Meta(max_length=1000)]
+WorkerName = Annotated[str, Meta(pattern=r"\A(env|eval)-[0-9]{1,6}\Z")]
+"""A file of the machine that runs it has this name, which the run chooses."""
 _Key = tuple[str, str]
 """The invitation and the token of a machine."""
 
@@ -121,7 +124,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Of the machine; empty if it has not joined."""
     dismissed: str = ""
     """Why the run does not want this machine any more."""
-    workers: dict[str, Fence] = {}
+    workers: dict[WorkerName, Fence] = {}
     """The environments of each worker that is to run, with its incarnation."""
 
 
@@ -141,7 +144,8 @@ class MachineWorker(ReportedWorker):
         return self._output
 
     def take(self, report: WorkerReport) -> None:
-        self.pid, self.health = report.pid, report.health
+        said: dict[str, Any] = {name: _printable(getattr(report.health, name)) for name in _TEXTS}
+        self.pid, self.health = report.pid, replace(report.health, **said)
         if report.code is not None:
             self._output = _printable(report.output)
             self.end(report.code)

@@ -230,7 +230,7 @@ class RunStatus:
         if self.running:
             text = "; ".join(filter(None, (self.hanging, self.waiting)))
             return f"{'Waiting: ' if self.waiting else ''}{text}." if text else ""
-        if self.complete:
+        if self.complete and self.state == "ended":
             return "The run has ended: it has made all its steps."
         if self.state == "unknown":
             return "The run is on another machine, and there is no sign of life."

@@ -151,8 +151,11 @@ class _ScoresReader:
     """The scores of a file that grows. Each is read once, and none is kept."""
 
     def __init__(self, path: Path, most: float) -> None:
-        self._lines, self._most = JsonlTail(path).lines, most
+        self._tail, self._most = JsonlTail(path), most
         self._decode = msgspec.json.Decoder(_ScoreRow).decode
+        self._clear()
+
+    def _clear(self) -> None:
         self._count = 0
         self._best: float | None = None
         self._recent: deque[float] = deque(maxlen=RECENT_EPISODES)
@@ -162,7 +165,10 @@ class _ScoresReader:
 
     def read(self) -> Scores:
         """What is known with the next lines."""
-        for line in self._lines(self._most):
+        lines = self._tail.lines(self._most)
+        if self._tail.replaced:  # a run that was started anew
+            self._clear()
+        for line in lines:
             with suppress(msgspec.MsgspecError, ValueError, RecursionError):
                 row = self._decode(line)
                 self.last_step = max(self.last_step, int(row.step))

@@ -50,14 +50,17 @@ def require(condition: bool, text: str) -> None:
 # --- environments --------------------------------------------------------------------------------
 
 
-def check_acting(args: RunConfig) -> CheckEnvs:
-    """The check of the environments that call an actor: a machine that was invited has those that
-    the supervisor gave to its invitation, and all others are the run's own."""
+def check_acting(args: RunConfig, actor: int = 0) -> CheckEnvs:
+    """The check of the environments that call an actor, which are its own: the replay takes the
+    steps of an environment from one actor, and another one that sends them ends. A machine that
+    was invited has those that the supervisor gave to its invitation, and all others are the run's
+    own."""
     fences = FenceReader(args.logdir)
 
     def check(sent: NDArray[np.int64], is_eval: NDArray[np.bool_], invitation: str) -> None:
         columns = ids_of(sent), incarnations_of(sent), is_eval
         for envid, number, evaluates in zip(*(each.tolist() for each in columns), strict=True):
+            require(envid % args.actors == actor, f"Environment {envid} calls another actor.")
             fence = fences.of(envid) if invitation else own_fence(args, envid)
             if fence is None or (fence.invitation, fence.incarnation) != (invitation, number):
                 if invitation:  # the file may be older here, so it may be tried again

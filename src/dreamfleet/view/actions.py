@@ -182,7 +182,8 @@ def add_actions(run: Run) -> Refresh:
 
     def refresh() -> None:
         row = run.row
-        unfinished = run.config is not None and not 0 < row.steps <= row.step
+        complete = 0 < row.steps <= row.step and row.state not in ("killed", "failed")
+        unfinished = run.config is not None and not complete
         shown = {"Stop": row.running, "Save now": row.running, "Copy command": unfinished}
         for text, visible in (shown | {"Resume": unfinished and not row.running}).items():
             buttons[text].set_visibility(visible)

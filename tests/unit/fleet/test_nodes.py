@@ -9,15 +9,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fleet_parts import small_run, until_stopped
 
 from dreamfleet import __version__
 from dreamfleet.config import RunConfig
 from dreamfleet.fleet.launchers import Worker, find_launcher
-from dreamfleet.fleet.nodes import LOST_SECONDS, JoinedNodes, Machine, Refused, addresses, metrics
+from dreamfleet.fleet.nodes import (
+    LOST_SECONDS,
+    Answer,
+    JoinedNodes,
+    Machine,
+    MachineWorker,
+    Refused,
+    WorkerReport,
+    addresses,
+    metrics,
+)
 from dreamfleet.fleet.supervisor import FleetError, Supervisor
-from dreamfleet.roles.fences import FenceReader, read_fences
+from dreamfleet.roles.fences import Fence, FenceReader, read_fences
+from dreamfleet.roles.health import HealthRecord
 from dreamfleet.transport import ArgumentError, Caller, Keys
 from dreamfleet.transport.arguments import Parameters
 
@@ -444,3 +456,19 @@ def test_addresses_are_those_that_machines_can_reach(tmp_path: Path) -> None:
     run = bound(tmp_path, actor_addr="tcp://10.0.0.9:5551")
     assert addresses(run, "0.0.0.0") == {"actor": "tcp://10.0.0.9:5551"}
     assert addresses(run, "10.0.0.9") == {"actor": "tcp://*:5551"}
+
+
+@pytest.mark.parametrize("name", ["/home/u/victim", "../../x", "env-1/../../x", "env-1\n", ""])
+def test_a_run_does_not_choose_files_of_a_machine_that_joins(name: str) -> None:
+    fence = {"ids": [0], "is_eval": False, "incarnation": 1, "invitation": "first"}
+    answer = {"over": "", "digest": "", "addresses": {}}
+    read = msgspec.convert({**answer, "workers": {"env-12": fence}}, Answer)
+    assert set(read.workers) == {"env-12"}
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({**answer, "workers": {name: fence}}, Answer)
+
+
+def test_what_a_machine_says_moves_no_cursor_of_the_runs_terminal() -> None:
+    worker = MachineWorker("ann", Fence((8,), False, 1, "first"))
+    worker.take(WorkerReport(1, health=HealthRecord(failures=1, error="\x1b]0;mine\x07\x1b[2Jx")))
+    assert worker.health.error == "?]0;mine??[2Jx"

@@ -131,3 +131,11 @@ def test_what_the_supervisor_said_about_the_end_is_kept(tmp_path: Path) -> None:
     record = read_record(tmp_path)
     assert record is not None
     assert record.state == "failed"
+
+
+def test_a_run_that_was_killed_after_its_steps_has_not_ended() -> None:
+    status = RunStatus(1, 0.0, "", 0.0, steps=100, step=100, state="ended")
+    assert status.message == "The run has ended: it has made all its steps."
+    killed, failed = replace(status, state="killed"), replace(status, state="failed")
+    assert killed.message == "The run was killed. The same command resumes it."
+    assert failed.message == "The run has failed. The same command resumes it."

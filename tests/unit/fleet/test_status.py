@@ -614,3 +614,19 @@ def test_no_time_is_left_once_all_steps_are_made() -> None:
 def test_time_left_is_that_of_what_ends_first() -> None:
     assert left(300, 50.0, steps=600, duration=1000.0) == 6.0
     assert left(300, 0.1, steps=600, duration=1000.0) == 990.0
+
+
+def test_scores_of_a_run_that_was_started_anew_replace_the_old_ones(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(RunConfig(logdir=tmp_path).to_json())
+    scores = tmp_path / "scores.jsonl"
+    scores.write_text('{"step": 700, "episode/score": 9.0}\n' * 3)
+    watcher = Watcher(tmp_path)
+    found = watcher.look(0.0)
+    assert found is not None
+    assert found.scores.count == 3
+    anew = tmp_path / "anew"
+    anew.write_text('{"step": 5, "episode/score": 1.0}\n')
+    anew.replace(scores)
+    found = watcher.look(0.0)
+    assert found is not None
+    assert (found.scores.count, found.scores.best, found.step) == (1, 1.0, 5)

@@ -23,8 +23,15 @@ from dreamfleet.fleet.launchers.local import LocalLauncher
 from dreamfleet.parallel import _bound
 from dreamfleet.roles import fences as fences_file
 from dreamfleet.roles.actor import Actor, Presence
-from dreamfleet.roles.checks import ObservationCheck, Owners
-from dreamfleet.roles.fences import Fence, FenceReader, Fences, read_fences, write_fences
+from dreamfleet.roles.checks import ObservationCheck, Owners, check_acting
+from dreamfleet.roles.fences import (
+    Fence,
+    FenceReader,
+    Fences,
+    fenced,
+    read_fences,
+    write_fences,
+)
 from dreamfleet.roles.health import STARTED, health_path, read_health
 from dreamfleet.roles.invitations import write_place
 from dreamfleet.roles.logger_client import video_env
@@ -34,6 +41,7 @@ from dreamfleet.roles.replay import ReplayService, bind
 from dreamfleet.roles.scaling.shards import ReplayClient
 from dreamfleet.roles.serial import InProcessClient
 from dreamfleet.transport import (
+    ArgumentError,
     BatchServer,
     Client,
     Disconnected,
@@ -259,3 +267,13 @@ def test_the_fences_are_read_when_they_were_replaced(
         for envid in (JOINED, JOINED + 1, JOINED):
             assert of(envid) == fence
     assert len(reads) == 2
+
+
+def test_an_environment_acts_with_its_own_actor_only(tmp_path: Path) -> None:
+    run = RunConfig(logdir=tmp_path, actors=2, envs=8, bind="127.0.0.1", agent="random")
+    write_fences(tmp_path, Fences(1, (Fence((8, 10), False, 1, "first"),)))
+    sent, train = np.array(fenced([8, 10], 1)), np.zeros(2, bool)
+    check_acting(run, 0)(sent, train, "first")
+    check_acting(run, 1)(np.array([1, 3]), train, "")  # the run's own
+    with pytest.raises(ArgumentError, match="another actor"):
+        check_acting(run, 1)(sent, train, "first")

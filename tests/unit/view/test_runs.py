@@ -345,3 +345,21 @@ def test_a_traceback_belongs_to_its_record() -> None:
     plain = log_rows("resume", b"Resuming\nTraceback:\n  there\n", "later")
     assert [(row["time"], row["state"]) for row in plain] == [("later", "ERROR")]
     assert [row["text"] for row in log_rows("resume", b"one\ntwo\n", "later")] == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "status.json", "scores.jsonl"])
+def test_a_pipe_in_a_run_does_not_stop_the_page(name: str, tmp_path: Path) -> None:
+    run = tmp_path / "bad"
+    run.mkdir()
+    (run / "config.json").write_text(RunConfig().to_json())
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+
+    def look() -> None:
+        runs = Runs(tmp_path)
+        runs.update(*runs.all(), live=True, metrics=True)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()

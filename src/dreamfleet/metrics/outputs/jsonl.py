@@ -14,12 +14,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 import numpy as np
 
+from dreamfleet.files import open_now
 from dreamfleet.metrics.outputs.base import EVAL_STEP, Output, kind_of
 
 log = logging.getLogger(__name__)
@@ -121,7 +123,7 @@ class JsonlTail:
         from_end: bool = False,
         opener: Callable[[], AbstractContextManager[IO[bytes]]] | None = None,
     ) -> None:
-        self._open = opener or (lambda: path.open("rb"))
+        self._open = opener or partial(open_now, path)
         self._offset = path.stat().st_size if from_end and path.exists() else 0
         self._inode = 0
         self.behind = False
