@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from fleet_parts import (
     CountingAgent,
@@ -66,15 +68,17 @@ class Removals:
         self.lines: list[str] = []
         self.updates: list[int] = []
         self.seen: list[dict[str, WorkerStatus]] = []
+        self._since = 0.0  # when all were first seen to run and to step, after a removal
 
     def __call__(self, line: str) -> None:
         self.lines.append(line)
         if not line.startswith("step ") or not self._all_run_and_step():
             return
+        self._since = self._since or time.time()
         saved, workers = self._checkpoints.load(), self._workers()
-        newest = max(worker.started for worker in workers.values())
-        if saved is None or saved.path.stat().st_mtime < newest:
+        if saved is None or saved.path.stat().st_mtime < self._since:
             return  # it was saved by an agent that is gone, or while others were
+        self._since = 0.0
         self.seen.append(workers)
         self.updates.append(int(saved.parts["agent"]["updates"]))
         if len(self.seen) == 1:
@@ -93,15 +97,23 @@ class Removals:
 
     def _all_run_and_step(self) -> bool:
         """Whether every process is another one than when the last node was removed, if it was
-        there, and all environments have made steps."""
+        there, and that one has ended, and all environments have made steps."""
         workers = self._workers()
         gone = [(), *LOST, ()][len(self.seen)]
         if any(worker.state != "running" for worker in workers.values()):
             return False
-        if any(workers[name].pid == self.seen[-1][name].pid for name in gone):
+        before = [self.seen[-1][name] for name in gone]
+        # Ray tells that a node is lost while processes of it may still be about to save.
+        if any(workers[each.name].pid == each.pid or lives(each.pid) for each in before):
             return False
         envs = [worker.pid for worker in workers.values() if worker.role == "env"]
         return all((self._logdir / f"stepped-{pid}").exists() for pid in envs)
+
+
+def lives(pid: int | None) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def test_nodes_come_and_go_and_the_run_goes_on(ray_cluster: Nodes, tmp_path: Path) -> None:
